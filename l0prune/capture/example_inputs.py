@@ -25,8 +25,6 @@ from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.errors import UsageError, first_line
 
-_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
 # What no call can change.
 _DATA = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
@@ -95,7 +93,7 @@ class _Emptied(_Noted):
         return self.places[-1]
 
 
-def keep(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Inputs:
+def keep(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
     """Return copies of example inputs; tensors of classes of their own become plain ones.
 
     Raises:
@@ -153,7 +151,7 @@ def _is_special(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter)
 
 
-def _is_plain(model: nn.Module, given: _Inputs, kept: _Inputs) -> bool:
+def _is_plain(model: nn.Module, given: Inputs, kept: Inputs) -> bool:
     """Return whether the model computes the same of what is given and of what is kept of it."""
     if any(tensor.is_meta for tensor in model.parameters()):
         return True
@@ -170,7 +168,7 @@ def _is_plain(model: nn.Module, given: _Inputs, kept: _Inputs) -> bool:
     )
 
 
-def call(model: nn.Module, inputs: _Inputs) -> Any:
+def call(model: nn.Module, inputs: Inputs) -> Any:
     """Call a model with copies of the objects in its inputs; a captured graph with their tensors.
 
     The tensors beside them are given as they are.
@@ -179,17 +177,17 @@ def call(model: nn.Module, inputs: _Inputs) -> Any:
     return model(*args, **kwargs)
 
 
-def plain(inputs: _Inputs) -> _Inputs:
+def plain(inputs: Inputs) -> Inputs:
     """Return the inputs with a list of its tensors for each object, as programs take them."""
     return _mapped(inputs, lambda held: list(held.tensors))
 
 
-def opened(inputs: _Inputs) -> _Inputs:
+def opened(inputs: Inputs) -> Inputs:
     """Return the inputs with a new copy of each object, as the model takes them."""
     return _mapped(inputs, Held.opened)
 
 
-def _mapped(inputs: _Inputs, change: Callable[[Held], Any]) -> _Inputs:
+def _mapped(inputs: Inputs, change: Callable[[Held], Any]) -> Inputs:
     def changed(leaf: Any) -> Any:
         return change(leaf) if isinstance(leaf, Held) else leaf
 
@@ -197,7 +195,7 @@ def _mapped(inputs: _Inputs, change: Callable[[Held], Any]) -> _Inputs:
     return args, kwargs
 
 
-def holds_objects(inputs: _Inputs) -> bool:
+def holds_objects(inputs: Inputs) -> bool:
     """Return whether any input is an object, which the model may change."""
     leaves = pytree.tree_leaves(inputs, is_leaf=lambda each: isinstance(each, Held))
     return any(isinstance(leaf, Held) for leaf in leaves)
@@ -212,13 +210,13 @@ class Opener:
             images.
     """
 
-    def __init__(self, example: _Inputs) -> None:
+    def __init__(self, example: Inputs) -> None:
         self._names = [*example[1]]
         self._structure = pytree.tree_structure(example)
         self._opened: list[tuple[Any, list[Any]]] = []
         self.written: set[int] = set()
 
-    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the model's inputs."""
         leaves = pytree.tree_leaves((args, {name: kwargs[name] for name in self._names}))
         self._opened = []

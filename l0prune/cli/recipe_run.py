@@ -28,9 +28,9 @@ from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND
 from l0prune.report.collect import add_time, add_trainings, from_export, repeat_facts
-from l0prune.report.content import Fit, Metric
+from l0prune.report.content import Fit
 from l0prune.report.live import live_page
-from l0prune.report.report import HTML, Report, trainings_in
+from l0prune.report.report import HTML, Report, tested, trainings_in
 from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
@@ -314,14 +314,7 @@ def _write_report(
     """Write ``report.html`` and ``report.json`` into the folder; ``tuned`` is of the last round."""
     content = add_trainings(from_export(exports[-1], exports[0]), trainings_in(folder))
     fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
-    name, tested = result["metric"], content.gain.metric
-    metric = Metric(
-        name=name,
-        larger_is_better=tested is not None and tested.larger_is_better,
-        before=tested.before if tested is not None and tested.name == name else None,
-        after=result[f"test_{name}"],
-        of_file=result[f"onnx_test_{name}"],
-    )
+    metric = tested(content.gain.metric, result)
     old = content.repeat
     seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
     repeat = repeat_facts(files, _without_folders(recipe)).model_copy(update=seen)

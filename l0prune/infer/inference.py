@@ -24,7 +24,6 @@ from l0prune.infer.nodes import (
     is_pointwise,
     may_view,
     norm_dim,
-    operands_of,
     operator_name,
     shape_of,
     standardised,
@@ -129,7 +128,7 @@ class Inference:
             elif node.op == "call_function":
                 self.values[node] = self._call(node)
             elif node.op == "output":
-                for operand in operands_of(node):
+                for operand in node.all_input_nodes:
                     self.pin_all(operand, f"it feeds {self._whose} output")
 
     @property
@@ -154,7 +153,7 @@ class Inference:
         name = operator_name(node.target)
         if draws(node):
             why = f"eval mode draws random numbers for it ({called(node)}): a cut would draw others"
-            for operand in operands_of(node):
+            for operand in node.all_input_nodes:
                 self.pin_all(operand, why)
         known = registered(name)
         if known is None and not is_pointwise(node.target):
@@ -175,7 +174,7 @@ class Inference:
         """Pin all that touches a call that no rule covers."""
         if not has_tensor(node):
             return None
-        for operand in operands_of(node):
+        for operand in node.all_input_nodes:
             self.pin_all(operand, why)
         return self.opaque(node, f"a result of operator {called(node)}, which is not followed")
 

@@ -7,7 +7,6 @@ norm). So the statistics can be taken once and for all, before any column is cut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,9 +37,11 @@ def arguments(node: Node) -> dict[str, Any]:
     return given | dict(node.kwargs)
 
 
-def operands_of(node: Node) -> Iterator[Node]:
-    """Every node among the arguments, in order."""
-    return iter(node.all_input_nodes)
+def operands(node: Node, count: int) -> list[Node]:
+    """The first arguments of a call, so many, which are tensors."""
+    found = [each for each in node.args[:count] if isinstance(each, Node)]
+    assert len(found) == count
+    return found
 
 
 def valued(node: Node) -> list[Node]:

@@ -361,36 +361,28 @@ def _join(plans: Sequence[Plan]) -> Plan:
     """Plans of different submodules as one, their axes numbered through."""
     joined = Plan((), (), {}, (), (), parts=())
     for plan in plans:
-        number, start = len(joined.axes), joined.size
+        shift = partial(_shifted, by=len(joined.axes))
         known = {*joined.names, *(branch.name for branch in joined.branches)}
-        costs = [replace(c, dims=tuple(_shifted(d, number) for d in c.dims)) for c in plan.costs]
-        tensors = {n: tuple(_shifted(d, number) for d in ds) for n, ds in plan.tensors.items()}
+        plan = plan.mapped(
+            (replace(axis, start=axis.start + joined.size) for axis in plan.axes),
+            (replace(site, layout=shift(site.layout)) for site in plan.sites),
+            shift,
+        )
+        before = steps(joined.activations)
         joined = Plan(
-            axes=(*joined.axes, *(replace(axis, start=axis.start + start) for axis in plan.axes)),
+            axes=(*joined.axes, *plan.axes),
             pins=(*joined.pins, *plan.pins),
-            tensors=joined.tensors | tensors,
-            sites=(
-                *joined.sites,
-                *(replace(site, layout=_shifted(site.layout, number)) for site in plan.sites),
-            ),
-            costs=(*joined.costs, *costs),
+            tensors=joined.tensors | plan.tensors,
+            sites=(*joined.sites, *plan.sites),
+            costs=(*joined.costs, *plan.costs),
             aliases=joined.aliases | plan.aliases,
             parts=(*joined.parts, *plan.parts),
             roles=joined.roles | plan.roles,
-            wider=(
-                *joined.wider,
-                *((_shifted(wide, number), _shifted(other, number)) for wide, other in plan.wider),
-            ),
-            alike=(*joined.alike, *(tuple(_shifted(d, number) for d in ds) for ds in plan.alike)),
-            code=joined.code.joined(plan.code.map(partial(_shifted, by=number))),
+            wider=(*joined.wider, *plan.wider),
+            alike=(*joined.alike, *plan.alike),
+            code=joined.code.joined(plan.code),
             branches=(*joined.branches, *(b for b in plan.branches if b.name not in known)),
-            activations=(
-                *joined.activations,
-                *(
-                    each.map(partial(_shifted, by=number)).later(steps(joined.activations))
-                    for each in plan.activations
-                ),
-            ),
+            activations=(*joined.activations, *(each.later(before) for each in plan.activations)),
         )
     return joined
 

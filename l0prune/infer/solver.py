@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
@@ -135,11 +135,6 @@ class MeetingSlots:
 
     groups: list[tuple[int, dict[Var, tuple[int, ...]]]]
     fixed: dict[Var, Const]
-
-
-def is_order(expr: Expr) -> TypeGuard[Pick[Var]]:
-    """Check for a permutation: all positions of a base, each once."""
-    return isinstance(expr, Pick) and sorted(expr.index) == list(range(expr.base.size))
 
 
 def inverse(index: tuple[int, ...]) -> tuple[int, ...]:
@@ -323,11 +318,11 @@ class Solver:
     def _unify_picked(self, a: Expr, b: Expr) -> None:
         """Unify what is in another order with a product, or with another order."""
         for one, other in ((a, b), (b, a)):
-            if is_order(one) and isinstance(one.base, Var):
+            if isinstance(one, Pick) and one.is_order and isinstance(one.base, Var):
                 self._bind(one.base, pick(other, inverse(one.index)))
                 return
         for one, other in ((a, b), (b, a)):
-            if not is_order(one) or not isinstance(one.base, Prod):
+            if not (isinstance(one, Pick) and one.is_order and isinstance(one.base, Prod)):
                 continue
             view = transposed(one.index)
             if view is not None:

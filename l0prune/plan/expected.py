@@ -106,7 +106,7 @@ class Sums:
                     return self.size(base)
                 return self.size(fine) if not axes_of(base) else {(self._counted(layout),): 1.0}
             case Pick(base, _):
-                return self.size(base) if _is_order(layout) else {(self._counted(layout),): 1.0}
+                return self.size(base) if layout.is_order else {(self._counted(layout),): 1.0}
 
     def expectation(self, monomial: Monomial) -> Polynomial:
         """The expected product of counts as a polynomial in the table's sums."""
@@ -187,7 +187,7 @@ def _cuts(plan: Plan, layouts: Iterable[Layout]) -> list[list[int]]:
 
 def _counted_leaves(layout: Layout) -> Iterator[Slots]:
     """The ranges of gates that are counted on their own; others count positions instead."""
-    if isinstance(layout, Pick) and not _is_order(layout):
+    if isinstance(layout, Pick) and not layout.is_order:
         return
     if isinstance(layout, Gated) and axes_of(layout.base) and axes_of(layout.fine):
         return
@@ -195,11 +195,6 @@ def _counted_leaves(layout: Layout) -> Iterator[Slots]:
         yield from leaves(layout)
     for child in children(layout):
         yield from _counted_leaves(child)
-
-
-def _is_order(layout: Pick) -> bool:
-    """Return whether the pick only reorders: each position of its base occurs once."""
-    return sorted(layout.index) == list(range(layout.base.size))
 
 
 def _sum(polynomials: Iterable[Polynomial]) -> Polynomial:

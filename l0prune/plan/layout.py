@@ -89,6 +89,11 @@ class Pick(Generic[L]):
         """Number of positions."""
         return len(self.index)
 
+    @property
+    def is_order(self) -> bool:
+        """Whether it only reorders: each position of its base occurs once."""
+        return sorted(self.index) == list(range(self.base.size))
+
 
 @dataclass(frozen=True, slots=True)
 class Gated:

@@ -6,7 +6,7 @@ It is made of results in memory, or of the files in the folder of a run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -243,24 +243,27 @@ def _result(path: Path) -> dict[str, Any] | None:
     return found
 
 
+def tested(old: Metric | None, result: Mapping[str, Any]) -> Metric:
+    """Return the metric of a recipe's result; what it was before is known from its trainings."""
+    name = str(result["metric"])
+    return Metric(
+        name=name,
+        larger_is_better=bool(old and old.larger_is_better),
+        before=old.before if old and old.name == name else None,
+        after=result[f"test_{name}"],
+        of_file=result.get(f"onnx_test_{name}"),
+    )
+
+
 def _with_result(content: Content, result: dict[str, Any], folder: Path) -> Content:
     """Return the report with the result of a recipe's run."""
     try:
-        name = str(result["metric"])
-        old = content.gain.metric
-        metric = Metric(
-            name=name,
-            larger_is_better=bool(old and old.larger_is_better),
-            before=old.before if old and old.name == name else None,
-            after=result[f"test_{name}"],
-            of_file=result.get(f"onnx_test_{name}"),
-        )
         file = folder / Path(str(result["onnx"])).name
         gain = Gain(
             params=Pair(before=result["params_before"], after=result["params"]),
             macs=Pair(before=result["macs_before"], after=result["macs"]),
             bytes=Pair(before=None, after=file.stat().st_size) if file.is_file() else None,
-            metric=metric,
+            metric=tested(content.gain.metric, result),
             seconds=content.gain.seconds,
         )
         certificate = [Comparison(**check) for check in result["certificate"]]

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from l0prune.capture.compat import OpOverload
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, hint, operator_name
-from l0prune.infer.rules.movement import PATTERNS
+from l0prune.infer.rules.movement import PATTERNS, source
 from l0prune.plan.layout import Layout, axes_of, outer
 from l0prune.plan.plan import Plan
 
@@ -128,12 +128,6 @@ def rewrite_literals(graph: Graph, sizes: Sizes) -> None:
             rewrite(sizes, node)
 
 
-def _source(node: Node) -> Node:
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return source
-
-
 @rewrites(*SIZED)
 def sizes_of_output(sizes: Sizes, node: Node) -> None:
     """One argument lists the output's sizes."""
@@ -146,7 +140,7 @@ def sizes_of_output(sizes: Sizes, node: Node) -> None:
 def copies(sizes: Sizes, node: Node) -> None:
     """A dim of one becomes as many copies as there are slots left."""
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
-    before = sizes.dims(_source(node))
+    before = sizes.dims(source(node))
     for back, layout in enumerate(reversed(sizes.dims(node)[-len(counts) :]), start=1):
         is_one = back > len(before) or before[-back].size == 1
         if is_one and sizes.changes(layout):
@@ -158,7 +152,7 @@ def copies(sizes: Sizes, node: Node) -> None:
 def copies_in_a_row(sizes: Sizes, node: Node) -> None:
     """A dim of one becomes as many copies as there are slots left."""
     dim: Any = argument(node, 2, "dim")
-    if dim is None or sizes.dims(_source(node))[dim].size != 1:
+    if dim is None or sizes.dims(source(node))[dim].size != 1:
         return
     if sizes.changes(sizes.dims(node)[dim]):
         node.update_arg(1, sizes.of(sizes.dims(node)[dim]))
@@ -199,7 +193,7 @@ def stored_index(node: Node, index: Tensor, name: str) -> Node:
 def unflatten(sizes: Sizes, node: Node) -> None:
     """The third argument lists the sizes that one dim is split into."""
     parts: Any = node.args[2]
-    dim = int(node.args[1]) % len(sizes.dims(_source(node)))  # type: ignore[arg-type]
+    dim = int(node.args[1]) % len(sizes.dims(source(node)))  # type: ignore[arg-type]
     pairs = zip(parts, sizes.dims(node)[dim : dim + len(parts)], strict=True)
     node.update_arg(2, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
@@ -212,14 +206,14 @@ def split(sizes: Sizes, node: Node) -> None:
     if not any(sizes.changes(piece[dim]) for piece in pieces):
         return
     node.target = torch.ops.aten.split_with_sizes.default
-    node.args = (_source(node), [sizes.of(piece[dim]) for piece in pieces], dim)
+    node.args = (source(node), [sizes.of(piece[dim]) for piece in pieces], dim)
     node.kwargs = {}
 
 
 @rewrites(*SLICES)
 def slice_(sizes: Sizes, node: Node) -> None:
     """A range of positions becomes the range of those that stay."""
-    dims = sizes.dims(_source(node))
+    dims = sizes.dims(source(node))
     dim = int(argument(node, 1, "dim", 0)) % len(dims)
     layout, size = dims[dim], sizes.dims(node)[dim].size
     if not sizes.changes(layout) or size == layout.size:
@@ -233,7 +227,7 @@ def slice_(sizes: Sizes, node: Node) -> None:
     first = int(sizes.mask(layout)[: start - start % step].sum()) + start % step
     length = sizes.of(sizes.dims(node)[dim])
     end = length if is_narrow else first + (length - 1) * step + 1
-    node.args = (_source(node), dim, first, end, *node.args[4:])
+    node.args = (source(node), dim, first, end, *node.args[4:])
     node.kwargs = {}
 
 
@@ -244,7 +238,7 @@ def convolution(sizes: Sizes, node: Node) -> None:
     assert isinstance(weight, Node)
     spatial = len(sizes.dims(weight)) - 2
     transposed = "transpose" in operator_name(node.target)
-    whole = sizes.dims(node if transposed else _source(node))[-spatial - 1]
+    whole = sizes.dims(node if transposed else source(node))[-spatial - 1]
     groups = sizes.of(whole) // sizes.of(sizes.dims(weight)[1])
     if argument(node, 6, "groups", 1) == groups:
         return
@@ -261,7 +255,7 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
     An ε that is not given is that of the dtype, which the graph must not fix; then x is made
     smaller by √(k/n) instead.
     """
-    x, shape = _source(node), node.args[1]
+    x, shape = source(node), node.args[1]
     over = sizes.dims(x)[-len(shape) :]  # type: ignore[arg-type]
     by = shrinkage(sizes, over)
     if by == 1:
@@ -282,13 +276,13 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
 @rewrites("aten.channel_shuffle")
 def channel_shuffle(sizes: Sizes, node: Node) -> None:
     """Groups that went are no longer counted."""
-    channels = sizes.dims(_source(node))[1]
+    channels = sizes.dims(source(node))[1]
     node.update_arg(1, sizes.of(outer(channels, int(node.args[1]))))  # type: ignore[arg-type]
 
 
 def group_norm(sizes: Sizes, node: Node) -> None:
     """Groups that went are no longer counted."""
-    channels = sizes.dims(_source(node))[1]
+    channels = sizes.dims(source(node))[1]
     groups: Any = node.args[1]
     node.update_arg(1, groups * sizes.of(channels) // channels.size)
 
@@ -311,6 +305,6 @@ def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
 @rewrites("aten.scaled_dot_product_attention")
 def attention(sizes: Sizes, node: Node) -> None:
     """The scale that torch derives from the head's size must stay that of the whole head."""
-    head = sizes.dims(_source(node))[-1]
+    head = sizes.dims(source(node))[-1]
     if sizes.changes(head) and argument(node, 6, "scale") is None:
         node.update_kwarg("scale", 1 / math.sqrt(head.size))

@@ -22,6 +22,7 @@ from l0prune.infer.dataflow import Memory, joined
 from l0prune.infer.nodes import argument, is_assertion
 from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
 from l0prune.infer.rewrites.literals import Sizes, rewrite_literals, rewrites, stored_index
+from l0prune.infer.rules.movement import source
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone, under_switches
 
@@ -81,9 +82,7 @@ def pass_on(join: Node) -> None:
 @rewrites("aten.roll")
 def roll(sizes: Sizes, node: Node) -> None:
     """Each shift is the number of slots that came first and stayed."""
-    source, shifts = node.args[:2]
-    assert isinstance(source, Node)
-    dims, new = sizes.dims(source), []
+    dims, shifts, new = sizes.dims(source(node)), node.args[1], []
     named: Any = argument(node, 2, "dims") or []
     for shift, dim in zip(shifts if named else (), named, strict=True):  # type: ignore[arg-type]
         size, mask = dims[dim].size, sizes.mask(dims[dim])
@@ -96,14 +95,12 @@ def roll(sizes: Sizes, node: Node) -> None:
 @rewrites("aten.index", "aten.index_select")
 def index(sizes: Sizes, node: Node) -> None:
     """A constant index is written anew, for the places that are left."""
-    source = node.args[0]
-    assert isinstance(source, Node)
     if node.name not in sizes.picks:
         return
     chosen: Any = node.args[1]
     by_list = isinstance(chosen, list | tuple)
     dim = next(n for n, i in enumerate(chosen) if i is not None) if by_list else int(chosen)
-    mask = sizes.mask(sizes.dims(source)[dim])
+    mask = sizes.mask(sizes.dims(source(node))[dim])
     if bool(mask.all()):
         return
     positions = torch.tensor(sizes.picks[node.name])

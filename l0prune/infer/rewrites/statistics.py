@@ -32,6 +32,7 @@ from l0prune.infer.nodes import (
     weight_behind,
 )
 from l0prune.infer.rewrites.literals import Sizes, group_norm, rewrites, shrinkage
+from l0prune.infer.rules.movement import source
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 
 _ATEN = torch.ops.aten
@@ -40,8 +41,7 @@ _ATEN = torch.ops.aten
 @rewrites(*TELLING)
 def over_all(sizes: Sizes, node: Node) -> None:
     """The result over all slots from those that stayed, where any is gone."""
-    x = node.args[0]
-    assert isinstance(x, Node)
+    x = source(node)
     dims = sizes.dims(x)
     reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
     share = 1 / shrinkage(sizes, [dims[d] for d in reduced])
@@ -79,8 +79,7 @@ def _variance(
     sizes: Sizes, node: Node, reduced: list[int], share: float, closed: Node | None
 ) -> None:
     """Variance or standard deviation, with the mean where it is asked for, as plain operations."""
-    graph, x = node.graph, node.args[0]
-    assert isinstance(x, Node)
+    graph, x = node.graph, source(node)
     count = math.prod(sizes.dims(x)[d].size for d in reduced)
     settings = _settings(node)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.nodes import argument, operands, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
 from l0prune.infer.solver import COPIES, Expr, prod
 from l0prune.plan.layout import Const
@@ -33,10 +33,8 @@ def _biased_of_two(node: Node, operands: Sequence[bool | None]) -> bool:
 @rule("aten.linear", zero=_biased)
 def linear(infer: Inference, node: Node) -> Value:
     """``(…, i) @ (o, i)ᵀ + (o)``."""
-    x, weight = node.args[:2]
+    x, weight = operands(node, 2)
     bias = argument(node, 2, "bias")
-    assert isinstance(x, Node)
-    assert isinstance(weight, Node)
     *batch, inner = infer.dims(x)
     infer.solver.unify(inner, infer.dims(weight)[1])
     infer.read(inner, node, (weight, 1), x)
@@ -72,10 +70,8 @@ def convolution(infer: Inference, node: Node) -> Value:
     Depthwise is the case i = 1, an ordinary convolution the case g = 1. A transposed one
     stores its weight as ``(g × i, o, …)`` instead of ``(g × o, i, …)``.
     """
-    x, weight = node.args[:2]
+    x, weight = operands(node, 2)
     bias = argument(node, 2, "bias")
-    assert isinstance(x, Node)
-    assert isinstance(weight, Node)
     name = operator_name(node.target)
     transposed = "transpose" in name or (name == "aten.convolution" and bool(node.args[6]))
     groups = _groups(node, name)
@@ -158,9 +154,7 @@ def deformable_convolution(infer: Inference, node: Node) -> Value:
 @rule(*(f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "vdot")), zero=some)
 def matmul(infer: Inference, node: Node) -> Value:
     """``(…, n, k) @ (…, k, m)`` with broadcast batch dims; either may be a vector."""
-    a, b = node.args[:2]
-    assert isinstance(a, Node)
-    assert isinstance(b, Node)
+    a, b = operands(node, 2)
     return contract(infer, node, a, b)
 
 
@@ -239,9 +233,7 @@ def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Ex
 @rule("aten.embedding", zero=of_operand(0))
 def embedding(infer: Inference, node: Node) -> Value:
     """Rows of a table by index: which rows exist depends on the data."""
-    weight, index = node.args[:2]
-    assert isinstance(weight, Node)
-    assert isinstance(index, Node)
+    weight, index = operands(node, 2)
     return (*infer.dims(index), _chosen_rows(infer, node, weight))
 
 
@@ -278,10 +270,7 @@ def embedding_bag(infer: Inference, node: Node) -> Value:
 @rule("aten.bilinear", zero=_biased_of_two)
 def bilinear(infer: Inference, node: Node) -> Value:
     """``y_o = Σ_ij x_i W_oij x'_j + b_o``."""
-    first, second, weight = node.args[:3]
-    assert isinstance(first, Node)
-    assert isinstance(second, Node)
-    assert isinstance(weight, Node)
+    first, second, weight = operands(node, 3)
     *batch, left = infer.dims(first)
     *others, right = infer.dims(second)
     outer, *inner = infer.dims(weight)
@@ -355,10 +344,7 @@ def _letters(text: str, width: int) -> list[str]:
 @rule("aten.scaled_dot_product_attention", zero=of_operand(2))
 def attention(infer: Inference, node: Node) -> Value:
     """``softmax(q·kᵀ)·v`` over dims (…, head, position, head dim)."""
-    q, k, v = node.args[:3]
-    assert isinstance(q, Node)
-    assert isinstance(k, Node)
-    assert isinstance(v, Node)
+    q, k, v = operands(node, 3)
     *batch, rows, inner = infer.dims(q)
     *batch_k, columns, inner_k = infer.dims(k)
     *batch_v, columns_v, outer = infer.dims(v)

@@ -16,7 +16,6 @@ from l0prune.infer.nodes import (
     argument,
     dim_order,
     dtype_of,
-    operands_of,
     shape_of,
 )
 from l0prune.infer.registry import Value, each, of_operand, rule
@@ -38,7 +37,7 @@ def source(node: Node) -> Node:
 
 @rule(*IDENTITIES, zero=each)
 def identity(infer: Inference, node: Node) -> Value:
-    """Pass a tensor on, in another place, type or memory layout."""
+    """A tensor in another place, type or memory layout, or one that is shaped like it."""
     return infer.dims(source(node))
 
 
@@ -193,29 +192,20 @@ def made(infer: Inference, node: Node) -> Value:
     return infer.opaque(node, "a tensor made inside forward")
 
 
-@rule(*(f"aten.{n}_like" for n in ("ones", "full", "empty", "rand", "randn")))
-def like(infer: Inference, node: Node) -> Value:
-    """A tensor shaped like another."""
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return infer.dims(source)
-
-
-rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(like)
+rule(*(f"aten.{n}_like" for n in ("ones", "full", "empty", "rand", "randn")))(identity)
+rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(identity)
 
 
 @rule("aten.one_hot")
 def one_hot(infer: Inference, node: Node) -> Value:
     """A code for each index: a new last dim, one position for each value."""
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return (*infer.dims(source), Const((shape_of(node) or [0])[-1], "a one-hot code"))
+    return (*infer.dims(source(node)), Const((shape_of(node) or [0])[-1], "a one-hot code"))
 
 
 @rule("wrap_with_autocast")
 def under_autocast(infer: Inference, node: Node) -> Value:
     """Under autocast something in it does more than cast its operands: it stays as it is."""
     why = "it runs under torch.autocast, where an operator does more than cast what it is given"
-    for operand in operands_of(node):
+    for operand in node.all_input_nodes:
         infer.pin_all(operand, why)
     return infer.opaque(node, "a result of operators under torch.autocast")

@@ -13,6 +13,7 @@ from l0prune.infer.nodes import (
     argument,
     dims_of_statistics,
     norm_dim,
+    operands,
     shape_of,
     takes_own_statistics,
     weight_behind,
@@ -130,9 +131,7 @@ def weight_norm(infer: Inference, node: Node) -> Value:
     The others do, too, where the norms can be taken before they are cut. One norm of all of v is
     that of what is left where v is zero elsewhere.
     """
-    v, g = node.args[:2]
-    assert isinstance(v, Node)
-    assert isinstance(g, Node)
+    v, g = operands(node, 2)
     own = norm_dim(node)
     dims = infer.dims(v)
     if own == OF_ALL:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from l0prune.infer.nodes import argument, operands_of, operator_name, shape_of
+from l0prune.infer.nodes import argument, operands, operator_name, shape_of
 from l0prune.infer.registry import Value, of_operand, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.solver import Expr
@@ -27,7 +27,7 @@ def pointwise(infer: Inference, node: Node) -> Value:
     """Tie the operands dim by dim, aligned at the last; a broadcast dim ties nothing."""
     shape = shape_of(node) or []
     out: list[Expr | None] = [None] * len(shape)
-    for operand in operands_of(node):
+    for operand in node.all_input_nodes:
         if not isinstance(infer.values.get(operand), tuple):
             continue
         dims = infer.dims(operand)
@@ -151,9 +151,7 @@ rule("aten.copy_", zero=of_operand(1))(pointwise)
 @rule("aten.prelu", zero=of_operand(0))
 def prelu(infer: Inference, node: Node) -> Value:
     """One slope for all, or one for each channel, which is dim 1."""
-    x, slope = node.args[:2]
-    assert isinstance(x, Node)
-    assert isinstance(slope, Node)
+    x, slope = operands(node, 2)
     dims = infer.dims(x)
     (slopes,) = infer.dims(slope) or (Const(1),)
     if slopes.size > 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.nodes import argument, operands, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.rules.pointwise import pointwise, zero_when_tried
@@ -53,9 +53,7 @@ def pool(infer: Inference, node: Node) -> Value:
 @rule("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d", zero=each)
 def grid_sampler(infer: Inference, node: Node) -> Value:
     """Each channel read at the places that a grid names."""
-    x, grid = node.args[:2]
-    assert isinstance(x, Node)
-    assert isinstance(grid, Node)
+    x, grid = operands(node, 2)
     batch, channel, *spatial = infer.dims(x)
     of_grid, *positions = infer.dims(grid)
     infer.solver.unify(batch, of_grid)
