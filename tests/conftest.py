@@ -7,9 +7,10 @@
   ``python -m pytest -m slow`` runs the others, and all properties on more examples.
 - Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
   example costs much, ``@costly`` of ``example_counts.py`` takes a quarter of that.
-- The command line is called inside the process by the fixture ``command``. A process of its own
-  (``commands.run``) loads torch for seconds: it is for a first start. What is about processes
-  (groups, signals, hash seeds) has them forked from one that has loaded it (``processes.py``).
+- The command line is called inside the process by the fixture ``command``, or by ``done`` and
+  ``refused``, which check how it ends. A process of its own (``commands.run``) loads torch for
+  seconds: it is for a first start. What is about processes (groups, signals, hash seeds) has them
+  forked from one that has loaded it (``processes.py``).
 - Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
   is only read is captured or exported once a file; who changes a network makes its own.
 - That an export is exact is measured by the test itself (``differences.py``): a certificate exists
