@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
@@ -63,6 +63,7 @@ def _parsed(path: PathLike, parse: Callable[[str], Any], wrong: str, way_on: str
         raise FileError(f"{wrong}: {reason}. {way_on}") from error
 
 
+T = TypeVar("T")
 _Checked = TypeVar("_Checked", bound=Strict)
 _SHOWN = 3  # of the entries that are wrong
 
@@ -93,11 +94,28 @@ def checked(
             check_seal(data, where)
         return result
     except ValidationError as error:
-        named = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
-        shown = ", ".join(list(named)[:_SHOWN])
-        raise FileError(f"{where} is damaged: {shown} missing or of the wrong type.") from error
+        raise FileError(f"{where} is damaged: {_wrong(error)}.") from error
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise FileError(f"{where} is damaged{or_else}: {error!r}") from error
+
+
+def parsed(kind: TypeAdapter[T], data: Any) -> T:
+    """Return the data of JSON as this type.
+
+    Raises:
+        ValueError: it is something else; says in a line what.
+    """
+    try:
+        return kind.validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ValueError(_wrong(error)) from error
+    except (RecursionError, TypeError) as error:
+        raise ValueError(repr(error)) from error
+
+
+def _wrong(error: ValidationError) -> str:
+    named = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
+    return f"{', '.join(list(named)[:_SHOWN])} missing or of the wrong type"
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter
 
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, from_json, to_json
@@ -28,6 +30,14 @@ def plan_id(plan: Plan) -> str:
     return hashlib.sha256(json.dumps([axes, tensors], sort_keys=True).encode()).hexdigest()[:16]
 
 
+if TYPE_CHECKING:
+    AnyLayout = Layout
+else:  # for pydantic, which does not look into it
+    AnyLayout = Annotated[Any, PlainValidator(from_json), PlainSerializer(to_json)]
+Monomial = tuple[AnyLayout, ...]
+"""The layouts whose sizes are multiplied; none for a constant."""
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """Operator, sizes and owner of one node, at any widths.
@@ -44,7 +54,10 @@ class NodeFacts:
     owner: str
     has_weights: bool
     before: int | None
-    monomials: tuple[tuple[Layout, ...], ...]
+    monomials: tuple[Monomial, ...]
+
+
+FACTS = TypeAdapter(list[NodeFacts])
 
 
 def number_of(node: int) -> str:
@@ -52,50 +65,17 @@ def number_of(node: int) -> str:
     return f"{node:05d}"
 
 
-def facts_to_json(facts: Sequence[NodeFacts]) -> dict[str, Any]:
-    """Return the facts as plain lists; ``facts_from_json`` reads them back."""
-    layouts = list(dict.fromkeys(x for node in facts for m in node.monomials for x in m))
-    number = {layout: i for i, layout in enumerate(layouts)}
-    nodes = [
-        [
-            f.operator,
-            f.owner,
-            f.has_weights,
-            f.before,
-            [[number[x] for x in m] for m in f.monomials],
-        ]
-        for f in facts
-    ]
-    return {"layouts": list(map(to_json, layouts)), "nodes": nodes}
-
-
-def facts_from_json(data: Mapping[str, Any]) -> list[NodeFacts]:
-    """Inverse of ``facts_to_json``.
-
-    Raises:
-        ValueError: the data is none.
-    """
-    try:
-        layouts = list(map(from_json, data["layouts"]))
-        return [
-            NodeFacts(
-                str(operator),
-                str(owner),
-                bool(has_weights),
-                None if before is None else int(before),
-                tuple(tuple(layouts[i] for i in monomial) for monomial in monomials),
-            )
-            for operator, owner, has_weights, before, monomials in data["nodes"]
-        ]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"these are no facts of nodes: {error}") from error
-
-
-Monomial = tuple[Layout, ...]
-"""The layouts whose sizes are multiplied; none for a constant."""
-
 Times = Mapping[str, float]
 """Milliseconds by the number of the node, as text."""
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it holds control characters")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_printable)]
 
 
 @dataclass(frozen=True)
@@ -109,9 +89,9 @@ class Group:
         monomials: how many numbers they read and write, but for factors; the constant first.
     """
 
-    owner: str
-    operator: str
-    nodes: tuple[str, ...]
+    owner: Name
+    operator: Name
+    nodes: tuple[Name, ...]
     monomials: tuple[Monomial, ...]
 
     @property

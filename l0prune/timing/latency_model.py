@@ -11,21 +11,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from l0prune.plan.expected import Polynomial, Sums, SumTable
-from l0prune.plan.layout import Layout, axes_of, from_json, to_json
-from l0prune.plan.numbers import is_count, is_number
+from l0prune.plan.layout import Layout, axes_of
+from l0prune.plan.numbers import LARGEST
 from l0prune.plan.plan import Plan
-from l0prune.timing.facts import Group, Monomial
+from l0prune.timing.facts import AnyLayout, Group, Monomial
 
 Numbers = NDArray[np.float64]
 _WIDEST = 2**16  # slots of a block
+Milliseconds = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Step:
         block: to whole multiples of this its size is rounded, or of this it has to be one.
     """
 
-    layout: int
-    block: int
+    layout: Annotated[int, Field(ge=0)]
+    block: Annotated[int, Field(ge=1, le=_WIDEST)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class Term:
         unless: sets of sizes; not all of a set may be whole blocks.
     """
 
-    group: int
-    ms: float
+    group: Annotated[int, Field(ge=0)]
+    ms: Milliseconds
     factors: tuple[Step, ...]
     aligned: tuple[Step, ...] = ()
     unless: tuple[tuple[Step, ...], ...] = ()
@@ -69,7 +71,7 @@ class Term:
 class LatencyModel:
     """Time of a network at any widths: a sum of terms."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[AnyLayout, ...]
     terms: tuple[Term, ...]
 
     def values(self, sizes: Numbers) -> Numbers:
@@ -120,54 +122,6 @@ class LatencyModel:
         aligned = indices(term.aligned for term in self.terms)
         steps = np.array([[step.layout, step.block] for step in distinct])
         return factors, aligned, unless, steps, np.array([term.ms for term in self.terms])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and numbers, which ``from_json`` reads back."""
-        return {
-            "layouts": [to_json(layout) for layout in self.layouts],
-            "terms": [
-                [t.group, t.ms, _plain(t.factors), _plain(t.aligned), list(map(_plain, t.unless))]
-                for t in self.terms
-            ],
-        }
-
-    @staticmethod
-    def from_json(data: Any) -> LatencyModel:
-        """Inverse of ``to_json``.
-
-        Raises:
-            ValueError: the data is none.
-        """
-        try:
-            layouts = tuple(map(from_json, data["layouts"]))
-            terms = tuple(
-                Term(
-                    group,
-                    ms,
-                    _steps_from_json(factors),
-                    _steps_from_json(aligned),
-                    tuple(map(_steps_from_json, unless)),
-                )
-                for group, ms, factors, aligned, unless in data["terms"]
-            )
-            used = [step for term in terms for step in term.steps]
-            if not all(is_count(step.layout, len(layouts) - 1) for step in used):
-                raise ValueError("a term is about a layout that is not there")
-            if not all(step.block and is_count(step.block, _WIDEST) for step in used):
-                raise ValueError("a block is no number of slots")
-            if not all(is_number(term.ms) and is_count(term.group) for term in terms):
-                raise ValueError("a time is no number of milliseconds, or of no group")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no model of latency: {error}") from error
-        return LatencyModel(layouts, terms)
-
-
-def _plain(steps: Sequence[Step]) -> list[list[int]]:
-    return [[step.layout, step.block] for step in steps]
-
-
-def _steps_from_json(data: Any) -> tuple[Step, ...]:
-    return tuple(Step(layout, block) for layout, block in data)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:

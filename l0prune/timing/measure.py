@@ -16,11 +16,11 @@ from torch import nn
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import claimed
-from l0prune.files.checked_json import read_json
+from l0prune.files.checked_json import parsed, read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
-from l0prune.timing.facts import Group, facts_from_json, groups_of, plan_id
+from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
 from l0prune.timing.latency_model import LayoutSizes, Numbers, Samples, fit_model, fit_smooth
 from l0prune.timing.onnx_files import Job
 from l0prune.timing.runtimes import runtime_of
@@ -85,7 +85,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
         for each, factor in zip(timed, drift, strict=True)
     ]
-    groups = groups_of(facts_from_json(about), nodes)
+    groups = groups_of(parsed(FACTS, about["nodes"]), nodes)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
     sizes_of = LayoutSizes(plan, layouts)
     sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])

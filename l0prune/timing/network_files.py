@@ -32,7 +32,7 @@ from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.stages import stage
-from l0prune.timing.facts import facts_to_json, plan_id
+from l0prune.timing.facts import FACTS, plan_id
 from l0prune.timing.sizes import (
     Size,
     SizeFinder,
@@ -299,7 +299,8 @@ def write_bundle(
         for name, widths in zip(names, chosen, strict=True):
             files.write(name, plan.kept(slots_of(plan, widths)))
         (folder / SCRIPT).write_text(read_text(collect.__file__), encoding="utf-8")
-        about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
+        facts = FACTS.dump_python(files.facts, mode="json")
+        about = wanted | {"dense": DENSE, "samples": names, "nodes": facts}
         about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
         (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
 

@@ -17,7 +17,7 @@ from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
 from l0prune.timing.eager import Compiled, CutGraphs, Eager, Inputs, facts_of
-from l0prune.timing.facts import facts_to_json, number_of, plan_id
+from l0prune.timing.facts import FACTS, number_of, plan_id
 from l0prune.timing.latency import Observe
 from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
 from l0prune.timing.sizes import (
@@ -84,7 +84,7 @@ class AlternatingTimer:
             for slots in kept:
                 found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
         names, facts = facts_of(found, SizeFinder(plan, kept))
-        return {"names": names} | facts_to_json(facts)
+        return {"names": names, "nodes": FACTS.dump_python(facts, mode="json")}
 
     def of_widths(self, widths: Widths, names: Sequence[str]) -> dict[str, Any]:
         """Time the network of these widths, the dense one beside it, and each operator."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, cycle
 from math import gcd
 from operator import ge
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of, from_json, to_json
+from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import without_switches
 from l0prune.selection.fitting import beside_maps
@@ -45,22 +44,6 @@ class Size:
     def is_constant(self) -> bool:
         """Return whether the number is the same at all widths."""
         return not axes_of(self.layout)
-
-    def to_json(self) -> list[Any]:
-        """Return plain lists and numbers, which ``from_json`` reads back."""
-        return [to_json(self.layout), self.times, self.over, self.offset]
-
-    @staticmethod
-    def from_json(data: Any) -> Size:
-        """Inverse of ``to_json``.
-
-        Raises:
-            ValueError: the data is no size.
-        """
-        match data:
-            case [layout, int(times), int(over), int(offset)] if over:
-                return Size(from_json(layout), times, over, offset)
-        raise ValueError(f"not a size: {data!r}")
 
 
 def constant(number: int) -> Size:

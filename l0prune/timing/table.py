@@ -12,21 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch import nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import write_whole
-from l0prune.files.checked_json import check_seal, read_json, sealed
+from l0prune.files.checked_json import check_seal, parsed, read_json, sealed
 from l0prune.files.plan_check import check_layouts
-from l0prune.plan.layout import from_json, to_json
-from l0prune.plan.numbers import LARGEST, MOST, THREADS, is_count, is_number
+from l0prune.plan.numbers import LARGEST, MOST, THREADS
 from l0prune.plan.plan import Plan
 from l0prune.running.stages import stage
-from l0prune.timing.facts import Group, plan_id
+from l0prune.timing.facts import Group, Name, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
-from l0prune.timing.latency_model import LatencyModel
+from l0prune.timing.latency_model import LatencyModel, Milliseconds
 from l0prune.timing.onnx_files import Job
 from l0prune.timing.runtimes import runtime_of
 
@@ -87,6 +86,7 @@ _NOISY = 0.05  # half of all times of one network within this share, and no more
 _WRONG = 0.05
 _KIND = "l0prune latency table"
 _POSITIONS = 2**40  # of all layouts; no network reads or writes more
+_Width = Annotated[int, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=LARGEST)]
 
 
@@ -132,14 +132,14 @@ class LatencyTable:
     """
 
     setting: Setting
-    plan: str
-    dense: float
+    plan: Name
+    dense: Annotated[Milliseconds, Field(gt=0)]
     groups: tuple[Group, ...]
     model: LatencyModel
     smooth: LatencyModel
     quality: Quality
-    samples: tuple[tuple[tuple[int, ...], float], ...] = field(default=(), repr=False)
-    command: str = ""
+    samples: tuple[tuple[tuple[_Width, ...], Milliseconds], ...] = field(default=(), repr=False)
+    command: Name = ""
     _benches: list[Observe | None] = field(default_factory=list, repr=False, compare=False)
 
     name = "latency"
@@ -189,22 +189,8 @@ class LatencyTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return {
-            "kind": _KIND,
-            "format": FORMAT,
-            "setting": vars(self.setting),
-            "plan": self.plan,
-            "dense": self.dense,
-            "quality": vars(self.quality),
-            "groups": [
-                [g.owner, g.operator, list(g.nodes), [list(map(to_json, m)) for m in g.monomials]]
-                for g in self.groups
-            ],
-            "model": self.model.to_json(),
-            "smooth": self.smooth.to_json(),
-            "samples": [[list(widths), ms] for widths, ms in self.samples],
-            "command": self.command,
-        }
+        data = _TABLE.dump_python(self, mode="json", exclude={"_benches"})
+        return {"kind": _KIND, "format": FORMAT, **data}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LatencyTable:
@@ -215,50 +201,14 @@ class LatencyTable:
         """
         if data.get("kind") != _KIND or data.get("format") != FORMAT:
             raise ValueError("it is no latency table of this version of l0prune")
-        try:
-            table = LatencyTable(
-                TypeAdapter(Setting).validate_python(data["setting"]),
-                data["plan"],
-                data["dense"],
-                tuple(
-                    Group(
-                        owner, operator, tuple(nodes), tuple(tuple(map(from_json, m)) for m in ms)
-                    )
-                    for owner, operator, nodes, ms in data["groups"]
-                ),
-                LatencyModel.from_json(data["model"]),
-                LatencyModel.from_json(data["smooth"]),
-                TypeAdapter(Quality).validate_python(data["quality"]),
-                tuple((tuple(widths), ms) for widths, ms in data["samples"]),
-                data["command"],
-            )
-            table._check()
-        except ValidationError as error:
-            wrong = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
-            raise ValueError(f"{wrong} of its setting or quality makes no sense") from error
-        except (KeyError, RecursionError, TypeError) as error:
-            raise ValueError(f"it is incomplete or damaged ({error!r})") from error
+        table = parsed(_TABLE, {name: value for name, value in data.items() if name[0] != "_"})
+        for model in (table.model, table.smooth):
+            # The last group is the runtime itself.
+            is_known = all(term.group <= len(table.groups) for term in model.terms)
+            layouts = {step.layout for term in model.terms for step in term.steps}
+            if not is_known or max(layouts, default=0) >= max(1, len(model.layouts)):
+                raise ValueError("a term in it is of no group, or of a layout that is not there")
         return table
-
-    def _check(self) -> None:
-        """Refuse values that no measurement gives.
-
-        Raises:
-            ValueError: there is one.
-        """
-        texts = [self.plan, self.command]
-        for group in self.groups:
-            texts += [group.owner, group.operator, *group.nodes]
-        if not all(type(text) is str and text.isprintable() for text in texts):
-            raise ValueError("a name in it is no text")
-        times = [self.dense, *(ms for _, ms in self.samples)]
-        if not all(map(is_number, times)) or not self.dense:
-            raise ValueError("a time in it is no number of milliseconds")
-        if not all(is_count(width) for widths, _ in self.samples for width in widths):
-            raise ValueError("a width in it is no number of slots")
-        terms = (*self.model.terms, *self.smooth.terms)
-        if any(term.group > len(self.groups) for term in terms):  # the last is the runtime itself
-            raise ValueError("a term in it is of no group")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON.
@@ -285,3 +235,6 @@ class LatencyTable:
             raise FileError(
                 f"{path} is no latency table: {error}. `l0prune measure` writes one"
             ) from error
+
+
+_TABLE = TypeAdapter(LatencyTable)

@@ -1,5 +1,6 @@
 """The model of latency: values, sizes of layouts, and what a fit finds again."""
 
+import json
 import math
 
 import numpy as np
@@ -22,6 +23,7 @@ from l0prune.timing.latency_model import (
     fit_smooth,
     nonnegative_least_squares,
 )
+from l0prune.timing.table import LatencyTable, Quality, Setting
 
 IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)
 STAIRS = LatencyModel(
@@ -67,16 +69,24 @@ def test_many_networks_at_once_have_the_values_of_each():
     assert np.array_equal(STAIRS.values(sizes), np.stack([STAIRS.values(row) for row in sizes]))
 
 
-def test_a_model_survives_json():
-    assert LatencyModel.from_json(STAIRS.to_json()) == STAIRS
-    for terms in (
-        [[0, 1.0, [[2, 16]], [], []]],
-        [[0, 1.0, [[0, 0]], [], []]],
-        [[0, math.inf, [], [], []]],
-        [[0, -0.1, [], [], []]],
+def test_a_table_survives_json():
+    setting = Setting("onnxruntime", "1.0", "CPU", 1, 1, "a processor", "a system")
+    quality = Quality(0.01, 0.05, 12, 0.02)
+    samples = (((6,), 2.5),)
+    groups = (Group("first", "Gemm", ("00001",), ((), (IN, OUT))),)
+    table = LatencyTable(setting, "id", 2.5, groups, STAIRS, STAIRS, quality, samples)
+    data = json.loads(json.dumps(table.to_dict()))
+    assert LatencyTable.from_dict(data) == table
+    for part in (
+        {"group": 2},
+        {"factors": [{"layout": 2, "block": 16}]},
+        {"factors": [{"layout": 0, "block": 0}]},
+        {"ms": math.inf},
+        {"ms": -0.1},
     ):
-        with pytest.raises(ValueError, match=r"layout|number"):
-            LatencyModel.from_json({**STAIRS.to_json(), "terms": terms})
+        term = {**data["model"]["terms"][0], **part}
+        with pytest.raises(ValueError, match=r"terms\.0\.|no group, or of a layout"):
+            LatencyTable.from_dict({**data, "model": {**data["model"], "terms": [term]}})
 
 
 @given(st.integers(0, 2**32))

@@ -258,9 +258,7 @@ def test_results_of_another_model_are_refused(folder):
 
 
 @pytest.mark.usefixtures("table")
-@pytest.mark.parametrize(
-    "part", [{"widths": [[1]] * SAMPLES}, {"nodes": [["Conv"]]}, {"layouts": [["slots"]]}]
-)
+@pytest.mark.parametrize("part", [{"widths": [[1]] * SAMPLES}, {"nodes": [{"operator": "Conv"}]}])
 def test_results_that_make_no_sense_are_refused(folder, part):
     results = read_results(folder / "results.json")
     results["about"] = results["about"] | part

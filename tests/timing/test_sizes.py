@@ -86,14 +86,6 @@ def test_few_heads_take_more_networks_until_all_their_products_are_told_apart():
     assert len(drawn) > 2
 
 
-def test_sizes_survive_json():
-    for size in (constant(3), Size(FLAT, 10, 9), Size(A, offset=-1)):
-        assert Size.from_json(size.to_json()) == size
-    for data in ([1, 2], [["slots", 0], 1, 1, 0], [3, 1, 0, 0]):
-        with pytest.raises(ValueError, match=r"layout|size"):
-            Size.from_json(data)
-
-
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=12), st.integers(2, 3), st.integers(0, 100)
 )
