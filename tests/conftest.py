@@ -149,6 +149,12 @@ def no_consent_yet(states, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(next(states)))
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test begins with the same random numbers, whatever ran before it."""
+    importlib.import_module("torch").manual_seed(0)
+
+
 @pytest.fixture
 def command(tmp_path, monkeypatch, capfd):
     """A command of the command line inside this process: exit code, stdout, stderr."""

@@ -2,7 +2,12 @@
 
 import math
 
+import torch
 from scipy.integrate import quad
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def density(x, gate, log_alpha):

@@ -16,22 +16,10 @@ from l0prune.capture.model_checks import check_module
 from l0prune.capture.sizes import free_sizes
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import NothingToPrune, UsageError
+from l0prune.gating import defaults
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.branch_trials import offered
-from l0prune.gating.defaults import (
-    BRANCHES,
-    EXCLUDE,
-    INCLUDE,
-    JITTER,
-    KEEP,
-    KEEP_CLASS,
-    KIND,
-    LOADABLE_BY,
-    OPEN_PROBABILITY,
-    SEED,
-    UNIFORM,
-)
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.gating.loadable import loadable
 from l0prune.infer.parts import inferred
@@ -104,16 +92,16 @@ def gate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    include: Globs = INCLUDE,
-    exclude: Globs = EXCLUDE,
-    keep: Globs = KEEP,
-    open_probability: float | Mapping[str, float] = OPEN_PROBABILITY,
-    jitter: float = JITTER,
-    seed: int = SEED,
-    keep_class: KeepClass = KEEP_CLASS,
-    branches: bool | Globs | None = BRANCHES,
-    uniform: bool = UNIFORM,
-    loadable_by: str | None = LOADABLE_BY,
+    include: Globs = defaults.INCLUDE,
+    exclude: Globs = defaults.EXCLUDE,
+    keep: Globs = defaults.KEEP,
+    open_probability: float | Mapping[str, float] = defaults.OPEN_PROBABILITY,
+    jitter: float = defaults.JITTER,
+    seed: int = defaults.SEED,
+    keep_class: KeepClass = defaults.KEEP_CLASS,
+    branches: bool | Globs | None = defaults.BRANCHES,
+    uniform: bool = defaults.UNIFORM,
+    loadable_by: str | None = defaults.LOADABLE_BY,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -175,7 +163,7 @@ def gate(
         model = inside(model)  # type: ignore[assignment]
     check_module(model)
     check_ungated(model)
-    kind = gate_of(KIND, {}) if gate is None else gate
+    kind = gate_of(defaults.KIND, {}) if gate is None else gate
     if isinstance(kind, type) or not isinstance(kind, Gate):
         raise UsageError(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
@@ -278,7 +266,7 @@ def _initial(
     """The initial log α of every gate: float32, on the CPU, shape ``(plan.size,)``."""
     check_number("jitter", jitter)
     check_whole("seed", seed, 0, SEEDS)
-    start = per_axis(plan, open_probability, OPEN_PROBABILITY, "open_probability")
+    start = per_axis(plan, open_probability, defaults.OPEN_PROBABILITY, "open_probability")
     generator = torch.Generator().manual_seed(seed)
     log_alpha = torch.randn(plan.size, generator=generator) * jitter
     for axis, probability in zip(plan.axes, start, strict=True):

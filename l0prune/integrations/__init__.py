@@ -9,15 +9,10 @@ from l0prune.training.pruner import Pruner
 
 
 def check_belongs(pruner: Pruner, model: nn.Module, steps: int | float) -> None:
-    """Refuse a model that is another, and a run of another length.
-
-    Args:
-        pruner: the callback's.
-        model: what is trained; the gated model may be a part of it.
-        steps: optimizer steps of the run.
+    """Refuse a model of which the pruner's is no part, and a run of another length.
 
     Raises:
-        UsageError: they do not.
+        UsageError: it is one.
     """
     if not any(module is pruner.model for module in model.modules()):
         raise UsageError(

@@ -27,15 +27,6 @@ from l0prune.training.pruner import Pruner
 NAME = "l0prune.pt"
 
 
-def write(pruner: Pruner, folder: Path) -> None:
-    """Write the state into a checkpoint's folder, whole or not at all.
-
-    Raises:
-        FileError: the folder cannot be written.
-    """
-    atomic_write(folder / NAME, lambda file: torch.save(pruner.state_dict(), file))
-
-
 def read(pruner: Pruner, folder: Path) -> None:
     """Take up the state in a checkpoint's folder.
 
@@ -113,7 +104,8 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Put the gates' state beside the rest of the checkpoint."""
         if state.is_world_process_zero:
-            write(self.pruner, _folder(args, state.global_step))
+            path = _folder(args, state.global_step) / NAME
+            atomic_write(path, lambda file: torch.save(self.pruner.state_dict(), file))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any

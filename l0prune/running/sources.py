@@ -40,7 +40,7 @@ from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
-from l0prune.running.criteria import AUTO, NEXT_TOKEN, PERPLEXITY, tensor_output
+from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, tensor_output
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.task import Source, Task, batch_length, is_split
 
@@ -216,7 +216,6 @@ _WANTED = (
     "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets), or a "
     "l0prune.Task"
 )
-_IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
 def _to_data(found: Any, spec: str) -> Data:
@@ -286,7 +285,7 @@ def _known_targets(dataset: Any) -> Tensor | None:
 def _count(targets: Any, spec: str) -> int | None:
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
-    numbers = targets[targets != _IGNORED]
+    numbers = targets[targets != IGNORED]
     if numbers.numel() and int(numbers.min()) < 0:
         raise DataError(f"{spec}: labels must be class numbers: whole, from 0 up.")
     return int(numbers.max()) + 1 if numbers.numel() else 0

@@ -172,8 +172,9 @@ class OperatorTimer(Interpreter):
         spent = 1e3 * (time.perf_counter() - start)
         name = self._node.name
         if name not in self.seen:
-            tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if _is_tensor(x)]
-            self.seen[name] = TimedNode(self._node, [tuple(x.shape) for x in tensors])
+            leaves = pytree.tree_leaves((args, kwargs, result))
+            shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
+            self.seen[name] = TimedNode(self._node, shapes)
         self.seen[name].spent.append(spent)
         return result
 
@@ -190,10 +191,6 @@ class OperatorTimer(Interpreter):
             last = number.get(name, last)
             found[last] += collect.typical(seen.spent)
         return dict(found)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def facts_of(
@@ -213,16 +210,8 @@ def _facts(alike: Sequence[TimedNode], finder: SizeFinder) -> NodeFacts:
             layouts = [size.layout for size in sizes if size and not size.is_constant]
             monomials[tuple(sorted(layouts, key=str))] = None
     node = alike[0].node
-    return NodeFacts(_name(node), _owner(node), True, None, tuple(monomials))
-
-
-def _name(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").partition(".")[0]
-
-
-def _owner(node: Node) -> str:
-    """Return the innermost module that the node is from, by the capture's notes."""
-    return without_call(module_of(node))
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return NodeFacts(name, without_call(module_of(node)), True, None, tuple(monomials))
 
 
 class Compiled(Eager):

@@ -132,12 +132,8 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
             yield from (factor for factor in layout.factors if axes_of(factor))
     for layout in plain:  # where a concatenation is cut again
         if isinstance(layout, Cat):
-            for parts in accumulate(((p,) for p in layout.parts[:-1]), _add):
+            for parts in accumulate((p,) for p in layout.parts[:-1]):
                 yield Cat(parts)
-
-
-def _add(parts: tuple[Layout, ...], more: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    return parts + more
 
 
 def _direction(numbers: Numbers) -> Numbers:

@@ -21,11 +21,6 @@ CASES = {
 cases = pytest.mark.parametrize(("make", "plan", "shape"), CASES.values(), ids=CASES)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def one_axis(size: int, *sites: Site) -> Plan:
     return Plan((Axis("a", "neuron", size, 0, 1),), (), {}, sites, ())
 

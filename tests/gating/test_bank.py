@@ -12,11 +12,6 @@ from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsificat
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def model_and_gates():
     model = gated(mlp(), mlp_plan())
     return model, gates_of(model), torch.ones(4, 12)

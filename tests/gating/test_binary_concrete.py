@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from densities import numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,10 +10,6 @@ from l0prune.errors import UsageError
 from l0prune.gating.kinds.binary_concrete import BinaryConcrete
 
 GATES = [BinaryConcrete(), BinaryConcrete(beta=0.2)]
-
-
-def numbers(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -2,16 +2,13 @@ import math
 
 import pytest
 import torch
+from densities import numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.errors import UsageError
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
-
-
-def numbers(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @given(st.floats(0, 1), st.floats(-20, 20))

@@ -100,7 +100,6 @@ def test_without_gradients_it_is_the_weight_to_the_bit(case):
 
 
 def test_one_example_without_a_batch():
-    torch.manual_seed(0)
     model = l0prune.gate(CASES["conv2d"][0](), (torch.randn(2, 2, 6, 6),)).eval()
     x = torch.randn(2, 6, 6)
     with torch.no_grad():
@@ -110,7 +109,6 @@ def test_one_example_without_a_batch():
 
 
 def test_second_derivatives():
-    torch.manual_seed(0)
     model = l0prune.gate(CASES["linear"][0]().double(), (torch.randn(2, 3).double(),))
     gates, x = l0prune.gates(model), torch.randn(2, 3, dtype=torch.float64)
     z = torch.rand(gates.plan.size, dtype=torch.float64).requires_grad_()
@@ -123,7 +121,6 @@ def test_second_derivatives():
 
 
 def test_a_tensor_in_the_weights_place_is_gated_where_the_whole_model_is_called_with_it():
-    torch.manual_seed(0)
     model = l0prune.gate(CASES["linear"][0](), (torch.randn(2, 3),)).eval()
     gates, x = l0prune.gates(model), torch.randn(2, 3)
     with torch.no_grad():

@@ -18,11 +18,6 @@ from l0prune.errors import (
 from l0prune.gating.gate import gate, gates, ungate
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 class Attention(nn.Module):
     """Token embedding, an attention layer of torch's own, a gated feed-forward, a tied head."""
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from densities import divergence, log_density
+from densities import divergence, log_density, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,10 +19,6 @@ def stretched(logit: float, gate: HardConcrete) -> float:
     """Eq. 11 and 12 by plain floats."""
     s = 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
     return min(1.0, max(0.0, s * (gate.zeta - gate.gamma) + gate.gamma))
-
-
-def numbers(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("gate", GATES)

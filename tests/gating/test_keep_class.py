@@ -103,7 +103,6 @@ class OneNumber(nn.Module):
 
 @pytest.mark.parametrize("keep_class", [True, False])
 def test_dims_with_one_number_keep_as_many_slots_if_the_class_is_to_be_kept(keep_class):
-    torch.manual_seed(0)
     model, x = randomise(OneNumber()).double().eval(), torch.randn(3, 4, dtype=torch.float64)
     l0prune.gate(model, x, keep_class=keep_class, exclude="*.in", branches=False)
     bank = l0prune.gates(model)

@@ -56,10 +56,6 @@ def gated(make=bert, kind=None):
     return copy.deepcopy(gated_once(make, kind))
 
 
-def quiet(text):
-    """These runs are too short to be any good, which would be said."""
-
-
 def trainer(
     folder,
     model,
@@ -71,7 +67,7 @@ def trainer(
     **arguments,
 ):
     pruner = l0prune.Pruner(
-        model, budget="params=0.6", steps=steps, gate_lr=0.3, say=quiet, compact=compact
+        model, budget="params=0.6", steps=steps, gate_lr=0.3, say=print, compact=compact
     )
     given = {
         "max_steps": steps, "per_device_train_batch_size": 8, "logging_steps": 10,

@@ -23,7 +23,6 @@ def test_statistics_are_those_of_the_layers_inputs():
 
 
 def test_gates_are_the_deterministic_ones_and_dropout_is_off():
-    torch.manual_seed(0)
     model = gated(dropout=0.5)
     twin = gated(dropout=0.5)
     for network_ in (model, twin):

@@ -113,7 +113,6 @@ def test_soft_gates_are_divided_out():
 
 
 def test_every_reader_of_a_transformer():
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     x = torch.randn(96, 5, 16)
@@ -190,7 +189,6 @@ def test_a_layer_used_twice_is_fitted_to_both_calls():
 
 
 def test_nothing_is_made_worse():
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(64, 4)
     l0prune.gate(model, x[:2])
     before = copy.deepcopy(model.state_dict())
@@ -241,7 +239,6 @@ def test_ways_that_differ_are_refused():
 
 
 def test_fit_divides_and_compensates():
-    torch.manual_seed(0)
     data = l0prune.load_data("digits")
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)

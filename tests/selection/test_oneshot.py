@@ -142,7 +142,6 @@ def test_without_a_loss_widths_go_alone():
 
 
 def test_a_part_of_the_way_to_a_number_of_parameters():
-    torch.manual_seed(0)
     layers = nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)
     model = l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 3), include=["0"])
     scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
@@ -253,7 +252,6 @@ def test_a_run_starts_so(batch_size, capsys):
 
 
 def test_where_widths_alone_cannot_meet_a_budget_branches_go_for_the_rest():
-    torch.manual_seed(0)
     example = (clouds().inputs[:2],)
     few = l0prune.gate(Blocks(), example, branches=True, include=["branches.0.0*"])
     scores = l0prune.score(few, "auto", data(), batches=2)
@@ -264,7 +262,6 @@ def test_where_widths_alone_cannot_meet_a_budget_branches_go_for_the_rest():
 
 
 def test_branches_stay_where_widths_alone_meet_a_budget_in_smaller_blocks():
-    torch.manual_seed(0)
     model = gated(Blocks())
     plan = l0prune.gates(model).plan
     task = Task.of([(clouds().inputs, clouds().targets)], lambda outputs, y: None)

@@ -16,11 +16,6 @@ from l0prune.running.task import Task
 from l0prune.selection import scores
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def as_they_come(model, how, data=None, **more):
     return l0prune.score(model, how, data, normalise="none", **more)
 

@@ -91,7 +91,6 @@ def test_a_multiplier_goes_by_the_excess_ten_steps_from_now():
 
 def test_what_is_expected_follows_the_target_and_does_not_fall_far_below_it():
     """Gates descend a loss of their own by Adam. Without looking ahead it falls to 0.85 of it."""
-    torch.manual_seed(0)
     layers = nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 2)
     model = l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 20), include=["0"])
     gates = l0prune.gates(model)
@@ -147,7 +146,6 @@ def test_the_gradient_of_the_gates_has_the_size_that_the_loss_gives_it():
 
 
 def test_slots_that_are_cut_in_blocks_learn_in_blocks():
-    torch.manual_seed(0)
     layers = nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)
     model = l0prune.gate(nn.Sequential(*layers), (torch.randn(2, 4),), include=["0"])
     gates = l0prune.gates(model)
@@ -217,7 +215,6 @@ def test_what_makes_no_sense_is_refused(arguments, why):
 
 
 def test_a_loop_of_ones_own_learns_which_slots_matter():
-    torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))
     model = gated()
     inputs = torch.randn(256, 4)
@@ -250,7 +247,6 @@ class Beside(nn.Module):
 
 
 def test_a_branch_that_was_decided_does_not_come_back_where_there_is_room():
-    torch.manual_seed(0)
     model = l0prune.gate(Beside(), torch.zeros(2, 4), branches=True)
     gates = l0prune.gates(model)
     switches = switches_of(gates.plan)
@@ -268,7 +264,6 @@ def test_a_branch_that_was_decided_does_not_come_back_where_there_is_room():
 
 
 def test_it_comes_back_where_the_rest_cannot_meet_the_budget():
-    torch.manual_seed(0)
     model = l0prune.gate(Beside(), torch.zeros(2, 4), branches=True, exclude=["wide*", "narrow*"])
     gates = l0prune.gates(model)
     whole = sum(p.numel() for p in Beside().parameters())

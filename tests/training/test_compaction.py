@@ -390,7 +390,6 @@ class Words(nn.Module):
 
 
 def test_sparse_gradients_become_whole_again():
-    torch.manual_seed(0)
     x = torch.tensor([[1, 2, 2], [4, 0, 2]])
     model = l0prune.gate(randomise(Words().double()), (x,))
     bank = l0prune.gates(model)
@@ -441,7 +440,6 @@ class Auxiliary(nn.Module):
     ],
 )
 def test_what_a_training_step_keeps_or_wants_beside_its_output(network, reason):
-    torch.manual_seed(0)
     x = torch.randn(5, 4).double()
     model = gated(randomise(network.double()), (x,))
     model(x, x).sum()  # what it keeps of this is in the midst of a graph

@@ -105,7 +105,6 @@ def test_under_a_price_branches_wait_for_the_widths():
 
 
 def test_branches_alone_wait_for_nothing():
-    torch.manual_seed(0)
     model = l0prune.gate(Residual(), X, branches=True, exclude="*", open_probability=0.8)
     _, seen = run(model, 5, lam=0.1, gate_lr=0.1)
     assert len(set(seen)) == 5

@@ -79,7 +79,6 @@ def test_numbers_are_learned_by_their_squared_difference(shape):
 
 
 def test_a_regression_learns_from_its_teacher_alone():
-    torch.manual_seed(0)
     teacher = nn.Linear(FEATURES, 1)
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 1))
     l0prune.gate(model, INPUTS)

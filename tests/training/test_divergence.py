@@ -102,7 +102,6 @@ def test_without_data_the_gates_become_the_prior():
 
 
 def test_float32_gates_are_compared_in_float64():
-    torch.manual_seed(0)
     model = l0prune.gate(nn.Linear(5, 2), torch.randn(2, 5), open_probability=0.1, jitter=1e-4)
     gates = l0prune.gates(model)
     value = penalty(model, 0.0, n=1, prior=0.1)

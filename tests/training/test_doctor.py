@@ -83,7 +83,6 @@ def test_a_task_that_is_overwhelmed():
 
 
 def test_gates_that_have_not_decided():
-    torch.manual_seed(0)
     model = gated()
     with torch.no_grad():  # P(z ≠ 0) = 0.35 each: expected to be mostly gone, and all open
         l0prune.gates(model).log_alpha.fill_(HardConcrete().initial(0.35))

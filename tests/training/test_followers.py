@@ -17,10 +17,6 @@ STEPS = 60
 EXCEEDS = "exceed the budget of the run"
 
 
-def quiet(text):
-    """Short runs are not good ones, which would be said."""
-
-
 def ema(model):
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
     return average, lambda step: average.update_parameters(model)
@@ -57,7 +53,7 @@ def synced(model):
 
 def trained(model):
     other = copy.deepcopy(model)
-    pruner = l0prune.Pruner(other, lam=0.1, steps=10 * STEPS, say=quiet)
+    pruner = l0prune.Pruner(other, lam=0.1, steps=10 * STEPS, say=print)
     optimizer = torch.optim.Adam(pruner.param_groups())
     return other, lambda step: one_step(other, pruner, optimizer)
 
@@ -75,7 +71,7 @@ def run(make):
     """The model, its copy, and what gates the copy had just before those of the model stood."""
     torch.manual_seed(0)
     model = gated().train()
-    pruner = l0prune.Pruner(model, budget="params=0.4", steps=STEPS, gate_lr=0.3, say=quiet)
+    pruner = l0prune.Pruner(model, budget="params=0.4", steps=STEPS, gate_lr=0.3, say=print)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2))
     other, update = make(model)
     before = None

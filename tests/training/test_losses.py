@@ -28,7 +28,6 @@ def test_micro_batches_are_the_step_of_the_whole_batch(parts):
 
 
 def test_each_micro_batch_has_gates_of_its_own():
-    torch.manual_seed(0)
     model = l0prune.gate(nn.Sequential(nn.Linear(FEATURES, 3)), torch.zeros(2, FEATURES))
     seen = []
 

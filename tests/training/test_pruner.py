@@ -41,14 +41,10 @@ def own_loop(model, pruner, optimizer, steps, start=0):
     return model
 
 
-def quiet(text):
-    """Most runs here are too short to be any good, which would be said."""
-
-
 def made(steps=STEPS, taken=True, **settings):
     """A run whose optimizer is as in the README; or one that holds the gates, too."""
     model = gated()
-    pruner = Pruner(model, steps=steps, **{"say": quiet, **SETTINGS, **settings})
+    pruner = Pruner(model, steps=steps, **{"say": print, **SETTINGS, **settings})
     return model, pruner, torch.optim.Adam(groups_of(model, pruner, taken), fused=True)
 
 
@@ -86,7 +82,7 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit(start):
             device="cpu", **settings,
         )  # fmt: skip
     own = gated()
-    settings = {"steps": STEPS, "warmup": 8, "settle": 16, "say": quiet, "compact": "settle"}
+    settings = {"steps": STEPS, "warmup": 8, "settle": 16, "say": print, "compact": "settle"}
     pruner = start(own, pairs, **settings, **SETTINGS)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
     torch.manual_seed(0)  # as finetune seeds its run
@@ -165,7 +161,7 @@ def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken, starts):
 
 def test_gates_of_their_own_optimizer_are_out_of_reach_of_any_other():
     model = gated()
-    pruner = Pruner(model, steps=STEPS, lam=0.0, warmup=0, gate_lr=0.1, say=quiet)
+    pruner = Pruner(model, steps=STEPS, lam=0.0, warmup=0, gate_lr=0.1, say=print)
     pruner.take_gates()
     theirs = torch.optim.AdamW(model.parameters(), lr=100.0, weight_decay=0.5)
     start = pruner.gates.log_alpha.detach().clone()
@@ -196,7 +192,7 @@ def test_accumulation_gives_the_same_gates(taken):
     ends = []
     for parts in (1, 4):
         model = gated(ContinuousSparsification(), norm=False)
-        pruner = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+        pruner = Pruner(model, steps=STEPS, say=print, **SETTINGS)
         optimizer = torch.optim.Adam(groups_of(model, pruner, taken))
         for inputs, targets in batches(STEPS, size=32):
             for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
@@ -243,7 +239,7 @@ def test_a_loop_that_ends_early_can_be_finished():
 
 def test_an_export_over_the_budget_of_a_loop_that_ended_early_is_said():
     model = gated()
-    pruner = Pruner(model, steps=STEPS, budget="params=0.3", say=quiet)
+    pruner = Pruner(model, steps=STEPS, budget="params=0.3", say=print)
     optimizer = torch.optim.Adam(pruner.param_groups(), lr=1e-3)
     with warnings.catch_warnings(action="error"):
         l0prune.export(model)  # before a step nothing is expected of the gates
@@ -348,10 +344,10 @@ def test_another_run_takes_the_gates_over():
     model, first, optimizer = made()
     own_loop(model, first, optimizer, 3)
     before = l0prune.gates(model).log_alpha.detach().clone()
-    second = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+    second = Pruner(model, steps=STEPS, say=print, **SETTINGS)
     own_loop(model, second, torch.optim.Adam(groups_of(model, second, taken=False)), 3)
     assert not torch.equal(before, l0prune.gates(model).log_alpha)
-    third = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+    third = Pruner(model, steps=STEPS, say=print, **SETTINGS)
     third.take_gates()
     del third
     gc.collect()

@@ -12,6 +12,7 @@ from cut_networks import IMAGES, Inline, Side, half_closed, weights, without
 from round_trips import through_torch
 from small_task import differing, tensors
 from torch.testing import assert_close
+from travel import through_torch
 
 import l0prune
 from l0prune.errors import L0pruneError, UsageError
@@ -23,13 +24,9 @@ def model():
     return half_closed()
 
 
-def quiet(text):
-    """These runs are too short to be any good, which would be said."""
-
-
 def pruner_of(model, steps=12, **settings):
     return l0prune.Pruner(
-        model, steps=steps, warmup=0, settle=6, compact="settle", say=settings.pop("say", quiet),
+        model, steps=steps, warmup=0, settle=6, compact="settle", say=settings.pop("say", print),
         lam=0.0, **settings,
     )  # fmt: skip
 
@@ -96,7 +93,7 @@ def test_what_wants_the_whole_model_makes_a_cut_one_whole(model, action):
 
 
 def test_what_is_closed_before_the_first_step_of_an_own_loop_goes_after_it(model):
-    pruner = l0prune.Pruner(model, steps=1000, compact="auto", lam=0.0, say=quiet)
+    pruner = l0prune.Pruner(model, steps=1000, compact="auto", lam=0.0, say=print)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-3))
     assert pruner.compaction.cut is None
     trained(model, pruner, optimizer, 1)
@@ -106,7 +103,7 @@ def test_what_is_closed_before_the_first_step_of_an_own_loop_goes_after_it(model
 
 def test_what_was_made_whole_is_cut_again_at_the_next_look(model):
     pruner = l0prune.Pruner(
-        model, steps=100, warmup=0, settle=60, compact="settle", say=quiet, lam=0.0
+        model, steps=100, warmup=0, settle=60, compact="settle", say=print, lam=0.0
     )
     run = model, pruner, torch.optim.Adam(pruner.param_groups(lr=1e-3))
     trained(*run, 50)

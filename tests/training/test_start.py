@@ -161,7 +161,6 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("only", [False, True])
 def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch, capsys):
-    torch.manual_seed(0)
     settings = {"branches": True, **({"exclude": "*"} if only else {})}
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
     gates, looks = l0prune.gates(model), {"batch_size": 8, "batches": 1}
@@ -177,7 +176,6 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
 
 
 def test_branches_are_told_from_a_few_examples_of_each_batch_of_a_loader():
-    torch.manual_seed(0)
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), branches=True)
     loader = DataLoader(TensorDataset(clouds().inputs, clouds().targets), batch_size=48)
     seen = []
