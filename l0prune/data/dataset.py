@@ -35,9 +35,6 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Return inputs and targets of a batch; a mapping's targets are its labels, else all of it.
 
     The labels stay among the inputs: a model may compute its loss from them.
-
-    Raises:
-        DataError: it is neither a pair nor a mapping.
     """
     if isinstance(batch, Mapping):
         return batch, next((batch[name] for name in LABELS if name in batch), batch)

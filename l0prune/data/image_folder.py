@@ -29,9 +29,6 @@ def image_folder(spec: str, rest: str) -> Data:
     torchvision's networks take them: the shorter side is resized to 256/224 of it, and the middle
     is cut out; see ``Preprocessing``. Augmented, training images are random parts of the
     originals, resized to it, mirrored or not.
-
-    Raises:
-        DataError: a folder is missing or empty, or the parts hold different classes.
     """
     found = re.fullmatch(r"(.+?)(?::(?:([13])x)?(\d+))?", rest, re.DOTALL)
     assert found is not None  # the rest is not empty

@@ -29,10 +29,6 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int = WINDOW) ->
     at the end is dropped. Texts are a blank line apart.
 
     Shape: ``(windows, length)``, int64; one shorter window where there is not enough text for one.
-
-    Raises:
-        DataError: the texts have fewer than two tokens.
-        UsageError: a window has no place for two tokens of text.
     """
     before, after = _around(tokenizer)
     inner = length - len(before) - len(after)
@@ -154,9 +150,6 @@ def tokenizer_of(given: Any) -> Tokenizer:
     Args:
         given: a tokenizer; a folder, a ``.gguf`` file or a name, as transformers'
             ``AutoTokenizer`` takes it; or a model that came from one of these.
-
-    Raises:
-        UsageError: there is none.
     """
     is_model = isinstance(given, torch.nn.Module)
     if is_model:

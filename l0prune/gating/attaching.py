@@ -134,11 +134,7 @@ def check_ungated(model: nn.Module) -> None:
 
 
 def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
-    """The module that was gated, ``model`` or one inside it, and its bank.
-
-    Raises:
-        NotGated: there is none.
-    """
+    """The module that was gated, ``model`` or one inside it, and its bank."""
     for module in model.modules():
         bank = module._modules.get(CHILD)
         if isinstance(bank, Gates):
@@ -181,11 +177,7 @@ def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
 
 
 def gated_tensor(model: nn.Module, site: Site) -> Tensor:
-    """The parameter or buffer that a site names.
-
-    Raises:
-        UsageError: the model has no such one, or it has another size.
-    """
+    """The parameter or buffer that a site names."""
     path, _, leaf = site.tensor.rpartition(".")
     try:
         tensor = held(model.get_submodule(path), leaf)

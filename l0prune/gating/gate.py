@@ -35,11 +35,7 @@ KeepClass = bool | Literal["native"]
 
 
 def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
-    """The plan with no other axes, and none kept alike, than this asks for.
-
-    Raises:
-        UsageError: ``keep_class`` is something else.
-    """
+    """The plan with no other axes, and none kept alike, than this asks for."""
     if keep_class is True:
         return plan
     if keep_class is False:

@@ -120,11 +120,7 @@ class Scale:
 
 
 def acting_link(module: nn.Module, name: str, parameter: Tensor | None) -> Link | None:
-    """The module's link if its gates multiply this tensor, which stands in the place of ``name``.
-
-    Raises:
-        UsageError: there is no telling.
-    """
+    """Return the module's link if its gates multiply this tensor, in the place of ``name``."""
     link: Link | None = module.__dict__.get(LINK)
     if parameter is None or link is None or link.gates.bypassed:
         return None

@@ -351,10 +351,6 @@ def loadable(
         by: one of ``PROGRAMS``.
         example: inputs of the model.
         ours: dims that only a layer of l0prune can be without some slots of.
-
-    Raises:
-        UsageError: ``by`` is something else, or the model is none that it loads.
-        NothingToPrune: nothing is left, with the reasons.
     """
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:

@@ -9,11 +9,7 @@ from l0prune.training.pruner import Pruner
 
 
 def check_belongs(pruner: Pruner, model: nn.Module, steps: int | float) -> None:
-    """Refuse a model of which the pruner's is no part, and a run of another length.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Refuse a model of which the pruner's is no part, and a run of another length."""
     if not any(module is pruner.model for module in model.modules()):
         raise UsageError(
             "the model in training is not the one that this L0Callback prunes: train the gated "

@@ -57,11 +57,7 @@ class Batch(NamedTuple):
         return batch_length(self.inputs, self.targets) if self.weight else 0
 
     def part(self, part: Share) -> Batch:
-        """Return one part of the batch, with its weight among all parts.
-
-        Raises:
-            DataError: it has tensors of other lengths than it has examples.
-        """
+        """Return one part of the batch, with its weight among all parts."""
         if part[1] == 1:
             return self
         length = batch_length(self.inputs, self.targets)
@@ -155,9 +151,6 @@ class Feed:
         batch_size: examples a batch of all processes, where the source lets us choose.
         size: N, the number of training examples.
         steps: training batches an epoch.
-
-    Raises:
-        DataError: the source is empty, or cannot say how much it holds.
     """
 
     def __init__(
@@ -270,11 +263,7 @@ def test_batches(task: Task, batch_size: int, device: torch.device, part: Share)
 
 
 def example_inputs(task: Task, count: int) -> Any:
-    """Return the inputs of the first ``count`` training examples, on the CPU.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Return the inputs of the first ``count`` training examples, on the CPU."""
     source = task.train
     if is_split(source):
         return without_labels(source.example(count))

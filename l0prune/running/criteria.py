@@ -26,9 +26,6 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     Shape: outputs ``(batch, classes, …)`` or an object with such ``.logits``; targets
     ``(batch, …)`` of class numbers (-100 counts for nothing), or probabilities of the outputs'
     shape.
-
-    Raises:
-        UsageError: the targets are neither, so that another loss is needed.
     """
     scores = _class_scores(outputs)
     if not _are_classes(scores, targets):
@@ -45,9 +42,6 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
     has only those counts as 0.
 
     Shape: as for ``cross_entropy``; result ``(batch,)``.
-
-    Raises:
-        UsageError: the targets choose between no classes.
     """
     scores = _class_scores(outputs)
     if not _are_classes(scores, targets):
@@ -257,11 +251,7 @@ LARGER_IS_BETTER = frozenset({"accuracy"})
 
 
 def check_name(given: Any, kind: str) -> None:
-    """Refuse anything but the name of a loss (or metric, by ``kind``), code, or a function.
-
-    Raises:
-        UsageError: with the names that there are.
-    """
+    """Refuse anything but the name of a loss (or metric, by ``kind``), code, or a function."""
     known = LOSSES if kind == "loss" else METRICS
     if callable(given) or (isinstance(given, str) and (given in known or is_code(given))):
         return
@@ -312,11 +302,7 @@ def _called(kind: str, given: Any) -> str:
 
 
 def scalar_loss(loss: Any, of: Any) -> Tensor:
-    """Return the loss of a batch, which must be a scalar.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return the loss of a batch, which must be a scalar."""
     if not isinstance(loss, Tensor) or loss.dim():
         raise UsageError(
             f"{_called('loss', of)} must be one number, a scalar tensor; it is {describe(loss)}. "
@@ -326,11 +312,7 @@ def scalar_loss(loss: Any, of: Any) -> Tensor:
 
 
 def metric_values(value: Any, of: Any) -> Tensor | TokenMean:
-    """Return a metric's values for a batch as a tensor: one number, or one for each example.
-
-    Raises:
-        UsageError: it is no number.
-    """
+    """Return a metric's values for a batch as a tensor: one number, or one for each example."""
     if isinstance(value, TokenMean):
         return value
     try:

@@ -23,9 +23,6 @@ def choose_device(
     """Return the device to compute on; ``"auto"`` stays on a GPU, else takes one, else the CPU.
 
     Of several processes on one machine each takes a GPU of its own, by ``LOCAL_RANK``.
-
-    Raises:
-        UsageError: there is no such device, or not one for each process.
     """
     if device == "auto":
         here = device_of(model)
@@ -85,11 +82,7 @@ def exact_device(device: torch.device) -> torch.device:
 
 
 def precision(device: torch.device, autocast: str | None) -> AbstractContextManager[object]:
-    """Return a context in which operators run in the precision that ``autocast`` names.
-
-    Raises:
-        UsageError: the device is a GPU that computes in bf16 only by detours.
-    """
+    """Return a context in which operators run in the precision that ``autocast`` names."""
     if autocast is None:
         return nullcontext()
     is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)

@@ -219,11 +219,7 @@ _WANTED = (
 
 
 def _to_data(found: Any, spec: str) -> Data:
-    """Convert the result of ``file.py:function``, a ``Data`` or (training, test), to a ``Data``.
-
-    Raises:
-        DataError: it is something else, nothing, or its whole labels are no class numbers.
-    """
+    """Convert the result of ``file.py:function``, a ``Data`` or (training, test), to a ``Data``."""
     if isinstance(found, Data):
         return replace(found, name=spec)
     if not isinstance(found, tuple | list) or len(found) != 2:

@@ -156,9 +156,6 @@ def output_tensor(outputs: Any) -> Tensor:
     """Return a model's scores, or all numbers that it gives for an example in one row.
 
     Shape: of several tensors ``(examples, numbers)``.
-
-    Raises:
-        UsageError: the outputs hold no tensor, or some of different lengths.
     """
     found = tensor_output(outputs)
     if found is not None:
@@ -177,11 +174,7 @@ def output_tensor(outputs: Any) -> Tensor:
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """Return the mean over batches, each weighted by its number of examples.
-
-    Raises:
-        UsageError: there is no batch.
-    """
+    """Return the mean over batches, each weighted by its number of examples."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for values, examples in batches:
         total, count = total + values * examples, count + examples

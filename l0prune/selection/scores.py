@@ -133,11 +133,7 @@ def names() -> list[str]:
 
 
 def current_name(name: str) -> str:
-    """Return the name of a registered score, of today for one that was renamed.
-
-    Raises:
-        UsageError: there is no such score.
-    """
+    """Return the name of a registered score, of today for one that was renamed."""
     if name in _RENAMED:
         today = _RENAMED[name]
         warn_renamed(f"the score {name!r}", repr(today))

@@ -75,9 +75,6 @@ class Eager:
     Args:
         device: that networks run on, such as ``"cpu"`` or ``"cuda"``.
         threads: that one call may use.
-
-    Raises:
-        UsageError: there is no such device.
     """
 
     name = "eager"

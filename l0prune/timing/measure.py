@@ -34,11 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the results that ``run.py`` of a bundle wrote.
-
-    Raises:
-        FileError: there is no such file, or it is not whole.
-    """
+    """Read the results that ``run.py`` of a bundle wrote."""
     again = "run run.py of the bundle again (it goes on where it was), and copy the whole file"
     results = read_json(path, f"{again[:1].upper()}{again[1:]}.")
     if not isinstance(results, dict) or results.get("format") != collect.FORMAT:
@@ -54,11 +50,7 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
-    """Make the table of a network with this plan.
-
-    Raises:
-        UsageError: the results are of another network, or make no sense.
-    """
+    """Make the table of a network with this plan."""
     try:
         return _table(plan, results)
     except (KeyError, IndexError, TypeError, ValueError) as error:

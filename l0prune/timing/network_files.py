@@ -46,11 +46,7 @@ from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common
 
 
 def check_single_network(parts: Sequence[str]) -> None:
-    """Refuse a model of which there are several networks, one for each of these modules' paths.
-
-    Raises:
-        UsageError: they are several.
-    """
+    """Refuse a model of which there are several networks, one for each of these modules' paths."""
     if len(parts) == 1:
         return
     paths = ", ".join(map(repr, parts[:3]))

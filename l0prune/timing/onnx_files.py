@@ -139,11 +139,7 @@ class OnnxFiles:
 
 
 class OnnxRuntime(OnnxFiles):
-    """ONNX Runtime with one of its providers.
-
-    Raises:
-        UsageError: it has no such provider.
-    """
+    """ONNX Runtime with one of its providers."""
 
     def __init__(
         self, providers: Sequence[str], name: str = collect.NAME, convert: Any = None

@@ -15,11 +15,7 @@ from l0prune.timing.onnx_files import OnnxFiles
 
 
 class OpenVino(OnnxFiles):
-    """OpenVINO on one of its devices.
-
-    Raises:
-        UsageError: it is not installed, or has no such device.
-    """
+    """OpenVINO on one of its devices."""
 
     def __init__(self, providers: Sequence[str], name: str, convert: Any = None) -> None:
         try:

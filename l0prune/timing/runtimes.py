@@ -158,11 +158,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
 
 
 def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:
-    """Return the runtime of this name.
-
-    Raises:
-        UsageError: there is none of this name, or it is not installed, or has no such provider.
-    """
+    """Return the runtime of this name."""
     if name not in RUNTIMES:
         raise UsageError(f"runtime is one of {', '.join(RUNTIMES)}, not {name!r}")
     return RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))

@@ -224,9 +224,6 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
     They are the first ones, but for single inputs that are cut beside whole maps. Those are spread
     over the maps, as gates leave them: the first ones would close whole maps, and the file would
     not have the node that picks inputs. The first map, which stays, always lacks some.
-
-    Raises:
-        ValueError: there are more or fewer widths than axes.
     """
     if len(widths) != len(plan.axes):
         raise ValueError(f"{len(widths)} widths are given for {len(plan.axes)} axes")

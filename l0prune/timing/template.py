@@ -81,11 +81,7 @@ class Template:
 
 
 def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
-    """Return the template that files of several widths have in common.
-
-    Raises:
-        NoTemplate: they differ by more than sizes.
-    """
+    """Return the template that files of several widths have in common."""
     plain = [with_numbered_names(model) for model in models]
     first = plain[0]
     if any(_structure(model.graph) != _structure(first.graph) for model in plain[1:]):
@@ -184,9 +180,6 @@ def with_numbered_names(model: ModelProto) -> ModelProto:
     Node 12 is ``n00012_``, its first output ``n00012_0``, the tensor that it reads as its second
     input ``w00012_1``: each node has its own, since exporters share those that happen to be equal.
     Inputs of the graph keep their names.
-
-    Raises:
-        NoTemplate: there are graphs within its nodes.
     """
     result = ModelProto()
     result.CopyFrom(model)

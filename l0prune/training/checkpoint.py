@@ -97,9 +97,6 @@ class Checkpoint:
 
         Returns:
             What has changed and may, as text.
-
-        Raises:
-            UsageError: this run had other settings, other data, or another model.
         """
         pairs = {name: (self.settings.get(name, "?"), now) for name, now in settings.items()}
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -142,11 +139,7 @@ def _text(value: Any) -> str:
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, or None if there is none.
-
-    Raises:
-        FileError: it is damaged, or from a newer version.
-    """
+    """The checkpoint in ``folder``, or None if there is none."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -198,11 +191,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set a model's tensors in place to what ``snapshot`` took.
-
-    Raises:
-        FileError: they are those of another model.
-    """
+    """Set a model's tensors in place to what ``snapshot`` took."""
     own = dict(named_tensors(model))
     shapes = {name: tuple(value.shape) for name, value in own.items()}
     if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:

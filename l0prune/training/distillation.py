@@ -39,9 +39,6 @@ class Teacher:
         network: the teacher; until ``close`` it is where the model is, in eval mode, and does not
             learn.
         settings: ``distill`` is a, ``temperature`` T, ``match`` globs of module names.
-
-    Raises:
-        UsageError: ``match`` names no module, or one that the teacher has not.
     """
 
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:

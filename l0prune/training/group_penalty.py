@@ -34,11 +34,7 @@ _RANKS = (0.99, 1 - 1e-4)
 
 
 class GroupPenalty:
-    """The penalty of one run.
-
-    Raises:
-        UsageError: no such penalty is known, gates have learned, or there is nothing to shrink.
-    """
+    """The penalty of one run."""
 
     def __init__(
         self,

@@ -202,11 +202,7 @@ class Log:
         self._curves = _curves(folder, len(history), tensorboard)
 
     def write(self, record: Record) -> None:
-        """Append one record.
-
-        Raises:
-            FileError: the disk is full, or the folder has gone.
-        """
+        """Append one record."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(record))
@@ -374,11 +370,7 @@ class Meter:
         return len(self._losses) >= LOOK_EVERY
 
     def look(self) -> float | None:
-        """The mean loss since the last look; None if there was no step.
-
-        Raises:
-            NotFinite: a loss was nan or inf.
-        """
+        """The mean loss since the last look; None if there was no step."""
         if not self._losses:
             return None
         losses: list[float] = self._world.mean_(torch.stack(self._losses)).tolist()

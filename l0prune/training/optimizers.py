@@ -23,11 +23,7 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
-    """The optimizer that the settings name, over these parameter groups; Adam for gates beside SGD.
-
-    Raises:
-        UsageError: nothing is left to learn, or the user's function made none for this loop.
-    """
+    """The optimizer that the settings name, over these groups; Adam for gates beside SGD."""
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("nothing of this model learns: all its parameters are frozen")
     if callable(settings.optimizer):

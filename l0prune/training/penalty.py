@@ -66,10 +66,6 @@ class Divergence:
             gate: the kind of all gates.
             prior: P(z ≠ 0) under p; axes that no glob of a mapping matches have no prior, and
                 their gates add nothing.
-
-        Raises:
-            UsageError: the kind of gate has no divergence, a probability is not strictly between
-                0 and 1, or a glob matches no axis.
         """
         if not isinstance(gate, HasDivergence):
             raise UsageError(

@@ -37,9 +37,6 @@ class Phases:
         """Phases of a run of ``total`` steps; ``warmup`` and ``settle`` None for the default part.
 
         ``least`` is the number of steps in which the gates have to stand, whatever is asked.
-
-        Raises:
-            UsageError: the phases leave no step to prune in.
         """
         rise = round(total * WARMUP) if warmup is None else warmup
         rest = max(least, round(total * SETTLE) if settle is None else settle)

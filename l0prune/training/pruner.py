@@ -38,11 +38,7 @@ _KEYS = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor",
 def check(
     state: dict[str, Any], axes: list[list[Any]], phases: Phases, *, has_budget: bool
 ) -> None:
-    """Refuse a state that is not of such a run.
-
-    Raises:
-        UsageError: it is of another version, model or run.
-    """
+    """Refuse a state that is not of such a run."""
     if not isinstance(state, dict) or not state.keys() >= _KEYS or state["format"] != FORMAT:
         raise UsageError("this is no state of a Pruner of this version of l0prune")
     if state["axes"] != axes:

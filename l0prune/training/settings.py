@@ -53,11 +53,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their names of today; a renamed one is deprecated.
-
-    Raises:
-        UsageError: both spellings of one setting are given.
-    """
+    """Return settings by their names of today; a renamed one is deprecated."""
     found = {}
     for name, value in given.items():
         if (new := RENAMED.get(name)) is not None:

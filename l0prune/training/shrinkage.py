@@ -57,11 +57,7 @@ def names() -> list[str]:
 
 
 def shrinkage_of(name: str) -> Shrinkage:
-    """The penalty of this name, with ``group-`` before it or without.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The penalty of this name, with ``group-`` before it or without."""
     for key in (name, name.removeprefix("group-")):
         if key in _known:
             return _known[key]()

@@ -57,9 +57,6 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
     It draws the same random numbers and sees the same gates again, and running statistics are
     not updated a second time.
-
-    Raises:
-        UsageError: the model has no repeated blocks.
     """
     blocks = repeated_blocks(model)
     if not blocks:
@@ -140,11 +137,7 @@ def images_channels_last(part: Any) -> Any:
 
 
 def agree_on_start(model: nn.Module, world: World) -> None:
-    """Give the model in all processes the values that it has in the first.
-
-    Raises:
-        UsageError: the processes have different models, or one that is distributed already.
-    """
+    """Give the model in all processes the values that it has in the first."""
     if not world.is_shared:
         return
     if holds_ddp(model) or any(map(is_sharded, model.parameters())):
@@ -207,9 +200,6 @@ def sharded(
     Each repeated block is gathered when it runs; what is not in a block, as one more. Gates, and
     parameters that are single numbers, are whole in every process. After the context, or when
     training was interrupted, the model has what the copy has learned.
-
-    Raises:
-        UsageError: the model cannot be copied.
     """
     try:
         shards = copy.deepcopy(model)

@@ -106,11 +106,7 @@ def register(kind: GateClass) -> GateClass:
 
 
 def gate_of(kind: str, settings: Mapping[str, Any]) -> Gate:
-    """The gate of this name, hyphens or underscores, with settings as a user gives them.
-
-    Raises:
-        UsageError: no gate of that name is known, or its settings make no sense.
-    """
+    """The gate of this name, hyphens or underscores, with settings as a user gives them."""
     name = kind.replace("-", "_")
     if name not in _kinds:
         known = ", ".join(sorted(_kinds)).replace("_", "-")
@@ -124,11 +120,7 @@ def gate_to_dict(gate: Gate) -> dict[str, Any]:
 
 
 def gate_from_dict(data: Mapping[str, Any]) -> Gate:
-    """Inverse of ``gate_to_dict``.
-
-    Raises:
-        UsageError: no gate of that name is known, or its settings make no sense.
-    """
+    """Inverse of ``gate_to_dict``."""
     settings = dict(data)
     name = settings.pop("name", None)
     if name not in _kinds:
@@ -151,11 +143,7 @@ def _made(name: str, settings: Mapping[str, Any]) -> Gate:
 
 
 def logit(open_probability: float) -> float:
-    """log(p/(1−p)), for gates to start from.
-
-    Raises:
-        UsageError: the probability is not strictly between 0 and 1.
-    """
+    """log(p/(1−p)), for gates to start from."""
     if not 0 < open_probability < 1:
         raise UsageError(
             "the open probability of a gate must lie strictly between 0 and 1 (log α would be "
