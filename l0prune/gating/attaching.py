@@ -55,14 +55,8 @@ def attach(model: nn.Module, gates: Gates) -> None:
 def detach(model: nn.Module) -> Gates:
     """Take the gates off, in place: the model computes with its plain parameters again.
 
-    Nothing is folded: the parameters stay as they are, whatever the gates have learned.
-
-    Returns:
-        The bank that the model carried.
-
-    Raises:
-        NotGated: the model carries no gates.
-        UsageError: it is cut, and nobody knows any more what was cut off.
+    Nothing is folded: the parameters stay as they are, whatever the gates have learned. Returns the
+    bank that the model carried.
     """
     root, gates = holder(model)
     gates.make_whole()
@@ -71,11 +65,7 @@ def detach(model: nn.Module) -> Gates:
 
 
 def gates_of(model: nn.Module) -> Gates:
-    """The bank of gates that ``model`` carries, also inside a wrapper such as DDP.
-
-    Raises:
-        NotGated: it carries none.
-    """
+    """The bank of gates that ``model`` carries, also inside a wrapper such as DDP."""
     return holder(model)[1]
 
 
@@ -109,11 +99,7 @@ def check_intact(model: nn.Module) -> None:
 
 @contextmanager
 def bypass(model: nn.Module) -> Iterator[None]:
-    """Within the context, ``model`` reads its plain parameters, as if it had no gates.
-
-    Raises:
-        NotGated: the model carries no gates.
-    """
+    """Within the context, ``model`` reads its plain parameters, as if it had no gates."""
     gates = gates_of(model)
     before, gates.bypassed = gates.bypassed, True
     try:

@@ -112,11 +112,7 @@ class _Trials:
         return None
 
     def _try(self, gone: Sequence[str]) -> None:
-        """Take branches out, and compare what is left with the plan.
-
-        Raises:
-            Exception: whatever the rewrites, shapes and counts fail with.
-        """
+        """Take branches out, and compare what is left with the plan; raise what that fails with."""
         plan = self.analysis.plan
         is_open = torch.ones(plan.size, dtype=torch.bool)
         for axis in plan.axes:

@@ -21,12 +21,10 @@ from l0prune.gating.multipliers import LINK, GateValues, scale
 
 
 class KeptList:
-    """One such list.
+    """One such list, by the names of its entries that are parameters, with None for others.
 
-    Attributes:
-        names: for each entry the name of the parameter that it is; None where it is none.
-        given: the list that the module has put there itself, of gated tensors; never copied or
-            saved, since those belong to one forward.
+    ``given`` is the list that the module has put there itself, of gated tensors; never copied or
+    saved, since those belong to one forward.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:

@@ -346,10 +346,6 @@ def loadable(
     A warning says what stays whole for that, why, and what it costs.
 
     Args:
-        plan: with gates on all that is asked for.
-        model: which has no gates yet.
-        by: one of ``PROGRAMS``.
-        example: inputs of the model.
         ours: dims that only a layer of l0prune can be without some slots of.
     """
     kind = class_of_transformers(type(model))

@@ -103,9 +103,6 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call the model: a tuple holds its positional arguments, a mapping its keyword ones.
 
     Labels among the inputs are passed on only where the model's forward has a place for them.
-
-    Raises:
-        DataError: the inputs have names that the forward has not.
     """
     args, kwargs = as_arguments(inputs)
     return model(*args, **_fitting(model, kwargs))

@@ -165,9 +165,6 @@ def _elementwise(name: str, outputs: Any, targets: Any) -> Tensor:
     """Return the mean loss of this name, in float32 at least; a dim of 1 may be missing.
 
     Shape: outputs and targets alike, or ``(batch, 1)`` and ``(batch,)``.
-
-    Raises:
-        UsageError: they have other shapes, so that torch would repeat one of them.
     """
     return _ELEMENTWISE[name](*_alike(name, outputs, targets))
 
@@ -196,9 +193,6 @@ def next_token(outputs: Any, targets: Any) -> Tensor:
     Shape: outputs ``(texts, tokens, vocabulary)`` or an object with such ``.logits``, of which
     those at one token are for the next one; targets ``(texts, tokens)``, the tokens themselves
     (-100 counts for nothing).
-
-    Raises:
-        UsageError: they have other shapes.
     """
     total, count = _token_losses(outputs, targets)
     return total / count

@@ -34,12 +34,7 @@ def check_first_batch(
 ) -> float | None:
     """Check that one training batch goes through model and loss.
 
-    Returns:
-        The loss, in eval mode; None where the model has none then.
-
-    Raises:
-        DataError: model, data and loss do not fit together.
-        UsageError: the loss is no number.
+    Returns the loss, in eval mode; None where the model has none then.
     """
     batch = next(feed.train(0, device), None)
     if batch is None:
@@ -57,12 +52,7 @@ def check_first_batch(
 def check_first_test(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
 ) -> None:
-    """Check the first test batch, if there is one, with the metric.
-
-    Raises:
-        DataError: model, test data, loss and metric do not fit together.
-        UsageError: the loss or the metric is no number.
-    """
+    """Check the first test batch, if there is one, with the metric."""
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
         with (
             explain_mismatch([batch], _TEST),

@@ -113,10 +113,8 @@ def solve(
     """Return the weights that give back y best.
 
     Args:
-        seen: moments to fit.
         held: moments that decide how strongly the weights lean towards ``prior``.
         prior: W₀, shape (groups, features, outputs).
-        has_bias: whether there is a bias.
 
     Shape: everything float64.
     """

@@ -27,6 +27,9 @@ from l0prune.running.task import Task, batch_length
 class ScoreInput:
     """A gated network with the data that a score is computed from.
 
+    What looks at data raises a UsageError where there is none, or where the model gives nothing
+    of the kind, and a DataError where the data is empty or does not fit the model.
+
     Attributes:
         root: the module that was gated.
         gates: its bank.
@@ -61,10 +64,6 @@ class ScoreInput:
             at: z of all gates.
 
         Shape: ``(plan.size,)``, float64 on the CPU.
-
-        Raises:
-            UsageError: there is no data, or no loss that depends on the gates.
-            DataError: the data is empty or does not fit the model.
         """
         with self._evaluating() as (task, batches):
             z = torch.full_like(self.gates.log_alpha, at, requires_grad=True)
@@ -90,10 +89,6 @@ class ScoreInput:
         """Yield for each batch a function from gate values to outputs, and the batch's length.
 
         A batch that the source made is cut to ``batch_size`` examples.
-
-        Raises:
-            UsageError: there is no data, or the outputs hold no tensor.
-            DataError: the data is empty or does not fit the model.
         """
         with self._evaluating() as (_, batches), torch.no_grad():
             for inputs, targets, _ in (Batch(*each).head(self.batch_size) for each in batches):
@@ -111,10 +106,6 @@ class ScoreInput:
         are of a network that is no longer there.
 
         Shape: each choice bool, flat; result ``(choices,)``, float64 on the CPU.
-
-        Raises:
-            UsageError: there is no data.
-            DataError: the data is empty or does not fit the model.
         """
         found: list[Tensor] = []
         with self._evaluating() as (task, batches), batch_statistics(self.root), torch.no_grad():

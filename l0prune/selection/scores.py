@@ -174,12 +174,7 @@ class ComputedScore(NamedTuple):
 def compute_score(
     name: str, of: ScoreInput, by: Callable[[ScoreInput], Tensor] | None = None
 ) -> ComputedScore:
-    """Compute a registered score, or this function in its place.
-
-    Raises:
-        UsageError: it needs data, or a loss.
-        DataError: the data is empty, does not fit the model, or its loss is nan or inf.
-    """
+    """Compute a registered score, or this function in its place."""
     with stage(f"scoring by {name}"):
         values = (by or _scores[name])(of)
     if not bool(torch.isfinite(values).all()):
@@ -192,10 +187,6 @@ def compute_best_scores(slots: ScoreInput, branches: ScoreInput) -> list[Compute
 
     There is one for each kind that the network has, with 0 for the other kind. Branches have an
     input of their own: of fewer examples, which tell more of them.
-
-    Raises:
-        UsageError: there is no data, or no loss.
-        DataError: the data is empty, does not fit the model, or its loss is nan or inf.
     """
     switches, found = switches_of(slots.plan), []
     if not switches.all():

@@ -33,12 +33,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CutGraphs:
-    """Networks of one gated model, in float32: captured once, cut as often as asked.
-
-    Raises:
-        NotGated: the model carries no gates.
-        UsageError: it was captured in parts.
-    """
+    """Networks of one gated model, in float32: captured once, cut as often as asked."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         gated, _ = holder(model)
@@ -70,12 +65,7 @@ Shapes = list[tuple[int, ...]]
 
 
 class Eager:
-    """PyTorch without a compiler.
-
-    Args:
-        device: that networks run on, such as ``"cpu"`` or ``"cuda"``.
-        threads: that one call may use.
-    """
+    """PyTorch without a compiler."""
 
     name = "eager"
 

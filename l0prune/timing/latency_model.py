@@ -293,13 +293,9 @@ def fit_smooth(
 ) -> LatencyModel:
     """Fit the times of a model at preferred widths without rounding.
 
-    For each group a sum of plain terms that are not negative, fitted to the model at these sizes;
-    so that fewer slots never cost more, and gates can learn by it.
-
-    Args:
-        sizes: of the layouts, in whole blocks; shape ``(networks, layouts)``.
-        most: those of the dense network, shape ``(layouts,)``.
-        dense: milliseconds of that, which the result has there.
+    For each group a sum of plain terms that are not negative, fitted to the model at ``sizes`` in
+    whole blocks, ``(networks, layouts)``; so that fewer slots never cost more, and gates can learn
+    by it. At the sizes of the dense network, ``most``, the sum is its time.
     """
     index = {layout: i for i, layout in enumerate(model.layouts)}
     values = model.values(sizes)

@@ -84,11 +84,6 @@ class Exporter:
     Weights are made a little different from each other, since equal ones are put together in
     files.
 
-    Args:
-        model: the gated model.
-        batch: examples in what its files are given.
-        convert: makes of each file what is timed, as in eight bits; None to leave it.
-
     Raises:
         NotGated: the model carries no gates.
     """
@@ -99,19 +94,11 @@ class Exporter:
         self._gates, self._batch, self._convert = gates_of(self._model), batch, convert
 
     def network(self, widths: Widths) -> Network:
-        """Export the network in which so many slots of each axis are open.
-
-        Raises:
-            UsageError: it was captured in parts, or does not take that batch.
-        """
+        """Export the network in which so many slots of each axis are open."""
         return self.network_of(slots_of(self._gates.plan, widths))
 
     def network_of(self, open_: Tensor) -> Network:
-        """Export the network with these open gates, bool and flat.
-
-        Raises:
-            UsageError: as ``network``.
-        """
+        """Export the network with these open gates, bool and flat."""
         self._gates.set_open(open_)
         dense = export(self._model)
         check_single_network([piece.path for piece in dense.pieces])
@@ -268,10 +255,6 @@ def write_bundle(
     """Write networks of random widths, a script that times them, and a description.
 
     A folder that holds the same already is left as it is.
-
-    Raises:
-        NotGated: the model carries no gates.
-        UsageError: it becomes several ONNX files, or its files differ by more than sizes.
     """
     check_whole("batch", batch)
     check_whole("samples", samples, most=NETWORKS)

@@ -20,12 +20,9 @@ class Job:
     """Networks to time, and how.
 
     Attributes:
-        model: gated.
         folder: where files and results are kept.
         threads: that one call may use.
         batch: examples in a call.
-        samples: networks.
-        seed: of their widths.
         progress: called with how many networks are timed, and of how many.
     """
 
@@ -56,11 +53,7 @@ class Runtime(Protocol):
     version: str
 
     def results(self, job: Job) -> dict[str, Any]:
-        """Time networks of random widths; what was timed already is taken from the folder.
-
-        Raises:
-            UsageError: the model cannot be timed on it.
-        """
+        """Time networks of random widths; what was timed already is taken from the folder."""
 
     def bench(self, job: Job) -> Observe:
         """Return what times single networks of the model; its files lie in the job's folder."""

@@ -78,25 +78,15 @@ class Checkpoint:
     loss: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
-        """Write it into ``folder``, whole or not at all.
-
-        Raises:
-            FileError: the folder cannot be written, or the disk is full.
-        """
+        """Write it into ``folder``, whole or not at all."""
         path = folder / NAME
         atomic_write(path, lambda file: torch.save({"format": _FORMAT, **vars(self)}, file))
         return path
 
     def check(self, settings: Mapping[str, str], model: str, finished: bool) -> list[str]:
-        """Refuse to go on with another run than this one.
+        """Refuse to go on with another run than this one; return what has changed and may, as text.
 
-        Args:
-            settings: the fingerprint of the run that is to go on.
-            model: the digest of the model that it was given.
-            finished: the run has no epoch left to do.
-
-        Returns:
-            What has changed and may, as text.
+        ``settings`` are the fingerprint of the run that is to go on, ``model`` is its digest.
         """
         pairs = {name: (self.settings.get(name, "?"), now) for name, now in settings.items()}
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

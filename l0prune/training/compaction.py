@@ -220,15 +220,9 @@ class Compaction:
     def look(self, steps_left: int, *, begins: bool = False) -> None:
         """Cut what was closed for good at the last look and is so still, where it saves enough.
 
-        A slot that is cut and whose gate has opened since, by a prior or the user's own hand, is
-        there again.
-
-        Args:
-            steps_left: of the run, which have to win back what a cut costs.
-            begins: no step was done yet, so that what is closed never was open in one.
-
-        Raises:
-            L0pruneError: as ``begin``.
+        What a cut costs has to be won back in the ``steps_left``. If the run ``begins``, what is
+        closed never was open in a step. A slot that is cut and whose gate has opened since, by a
+        prior or the user's own hand, is there again.
         """
         closed = self._gates.closed_for_good().cpu()
         before, self._closed = closed if begins else self._closed, closed
@@ -284,11 +278,7 @@ class Compaction:
         return {"kept": kept, "closed": self._closed, "goes_around": self._goes_around}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the model, which has the tensors of the whole one, as it was then.
-
-        Raises:
-            L0pruneError: it cannot be cut so.
-        """
+        """Cut the model, which has the tensors of the whole one, as it was then."""
         kept, self._closed = state["kept"], state["closed"]
         self._goes_around = state["goes_around"]
         now = None if self.cut is None else self.cut.kept

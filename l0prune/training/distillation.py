@@ -34,11 +34,6 @@ class Teacher:
     scores of both softened by the temperature T (Hinton, Vinyals & Dean 2015), where the outputs
     have one column only their mean squared difference instead of the divergence, and for each
     matched module the mean squared difference of its outputs over the teacher's mean square.
-
-    Args:
-        network: the teacher; until ``close`` it is where the model is, in eval mode, and does not
-            learn.
-        settings: ``distill`` is a, ``temperature`` T, ``match`` globs of module names.
     """
 
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:

@@ -77,12 +77,7 @@ class Doctor:
         self._start, self._said = state["start"], set(state["said"])
 
     def before(self, optimizers: Sequence[Optimizer], *, is_taken: bool = False) -> dict[str, str]:
-        """Return new complaints before the first step.
-
-        Args:
-            optimizers: those that step, as far as they are known.
-            is_taken: the gates have an optimizer of their own beside them.
-        """
+        """Return new complaints before the first step."""
         if not self._terms.learns:
             return {}
         self._steppers = [] if is_taken else [*map(ref, optimizers)]

@@ -44,10 +44,8 @@ class GateTerms:
     """The terms of a training objective that are about the gates of one model.
 
     Attributes:
-        gates: the bank.
         lam: λ with N filled in.
         learns: gates learn; else the weights of their slots pay a penalty.
-        budget: the budgets, or None.
         fitted: how the widths were chosen when the gates began to stand, as plain data; empty
             before, and where there was nothing to say of it.
 

@@ -97,11 +97,7 @@ class GroupPenalty:
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """After the optimizer's step of this number: shrink the groups, and close those at zero.
-
-        Raises:
-            UsageError: no optimizer is known to move a parameter of a group.
-        """
+        """After the optimizer's step of this number: shrink the groups, and close those at zero."""
         pull = self._pull(number)
         if pull == 0 and self._budget is not None:
             return

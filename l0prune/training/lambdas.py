@@ -46,22 +46,10 @@ class Lambda:
     rules: tuple[tuple[str, float], ...] = ()
 
     @staticmethod
-    def parse(text: str, n: int | None = None) -> Lambda:
-        """λ from its text: expressions, ``glob=expression`` for some axes, separated by commas.
-
-        Axes that nothing names have λ = 0: they cost nothing, so their gates are free to stay.
-
-        Raises:
-            UsageError: the text is no such expression, or its value is negative or not finite.
-        """
-        return _parse(text, n)
-
-    @staticmethod
     def of(value: LambdaLike, n: int | None = None) -> Lambda:
         """λ from a number, a text, or a mapping from globs to either.
 
-        Raises:
-            UsageError: see ``parse``.
+        Axes that nothing names have λ = 0: they cost nothing, so their gates are free to stay.
         """
         if isinstance(value, Lambda):
             return value
@@ -71,17 +59,8 @@ class Lambda:
             return Lambda(0.0, tuple((glob, _value(v, n)) for glob, v in value.items()))
         return Lambda(_value(value, n))
 
-    @property
-    def uniform(self) -> bool:
-        """Return whether λ is the same for every axis."""
-        return not self.rules
-
     def for_axes(self, names: Sequence[str]) -> tuple[float, ...]:
-        """λ of each axis.
-
-        Raises:
-            UsageError: a rule matches none of the names.
-        """
+        """λ of each axis; UsageError where a rule matches none of the names."""
         return tuple(by_rules(names, self.rules, self.default, "λ"))
 
 

@@ -154,11 +154,7 @@ class Loop:
         self._rng_of_epoch: rng.State | None = None
 
     def go_on_from(self, state: Checkpoint) -> None:
-        """Take up a run where ``state`` left it.
-
-        Raises:
-            FileError: it is the state of another model.
-        """
+        """Take up a run where ``state`` left it."""
         put_back(self._model, state.model)
         self._epoch, self._step = state.epoch, state.step
         self._stepper.load(state)
@@ -177,13 +173,7 @@ class Loop:
         return Meter(forgiving=forgiving, loss=loss, penalty=penalty, count=count, world=world)
 
     def run(self) -> None:
-        """All epochs that are left; then the model is the one that was measured last.
-
-        Raises:
-            TrainingError: a loss or a weight became nan or inf.
-            Interrupted: Ctrl-C or SIGTERM; the checkpoint, if any, is written.
-            FileError: the checkpoint or the metrics cannot be written.
-        """
+        """All epochs that are left; then the model is the one that was measured last."""
         folder, curves = self._folder, self._settings.tensorboard
         phases = self._stepper.phases
         fingerprint = self._fingerprint

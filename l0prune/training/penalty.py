@@ -61,11 +61,7 @@ class Divergence:
     def total(self, log_alpha: Tensor, gate: Gate, prior: Prior) -> Tensor:
         """The sum in nats, a scalar of the dtype of ``log_alpha`` that autograd can differentiate.
 
-        Args:
-            log_alpha: flat, shape ``(plan.size,)``.
-            gate: the kind of all gates.
-            prior: P(z ≠ 0) under p; axes that no glob of a mapping matches have no prior, and
-                their gates add nothing.
+        Axes that no glob of a prior matches have none, and their gates add nothing.
         """
         if not isinstance(gate, HasDivergence):
             raise UsageError(

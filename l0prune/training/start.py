@@ -106,22 +106,10 @@ def init_gates(
     device: str | torch.device,
     world: World,
 ) -> Beginning:
-    """Let the gates start from the score that is wanted, in place.
+    """Let the gates of a model start from the score that is wanted, in place.
 
-    One process tells the score, and all have what it found.
-
-    Args:
-        model: a gated model.
-        settings: of the run; ``start`` and ``oneshot_fraction`` are what is wanted.
-        learning: steps in which the gates learn.
-        budget: of the run, if it has one; it says what is closed at once.
-        feed: the batches that it trains on.
-        device: where to look at such.
-        world: the processes that train.
-
-    Raises:
-        UsageError: the score cannot be told of this data; where none was asked for by name, the
-            gates start alike then, and it is said why. So it is with a DataError.
+    One process tells the score, and all have what it found. Where none was asked for by name and
+    none can be told of this data, the gates start alike, and it is said why.
     """
     how = _wanted(model, settings.start, learning, budget)
     if how == ALIKE:
@@ -172,13 +160,7 @@ def init_gates_from(
     seed: int,
     **wanted: Any,
 ) -> Beginning:
-    """Initialise gates in a loop of the user's own; see ``Pruner.start_from``.
-
-    Raises:
-        UsageError: a setting makes no sense, the weights are in shards, or a score that is named
-            cannot be told of this data.
-        DataError: the data is empty, or nothing to learn from.
-    """
+    """Initialise gates in a loop of the user's own; see ``Pruner.start_from``."""
     if any(map(is_sharded, model.parameters())):
         raise UsageError("the weights are in shards (FSDP): call start_from before that")
     root, _ = holder(model)

@@ -31,8 +31,8 @@ N = 60_000
     ],
 )
 def test_values(text, value):
-    lam = Lambda.parse(text, N)
-    assert lam.uniform
+    lam = Lambda.of(text, N)
+    assert not lam.rules
     assert lam.default == pytest.approx(value, rel=1e-15)
     assert lam.for_axes(["a", "b"]) == (lam.default, lam.default)
 
@@ -67,20 +67,20 @@ def test_aic_and_bic_are_the_criteria_of_a_regression(text, price):
 
 @given(st.floats(0, 1e6), st.integers(1, 10**9))
 def test_a_printed_number_reads_back(value, n):
-    assert Lambda.parse(repr(value)).default == value
-    assert Lambda.parse(f"{value!r}/N", n).default == value / n
+    assert Lambda.of(repr(value)).default == value
+    assert Lambda.of(f"{value!r}/N", n).default == value / n
 
 
 def test_first_matching_glob_counts_wherever_the_default_stands():
     names = ["convs.0", "convs.1", "fc"]
     for text in ("convs.0=1/N, convs.*=10/N, 0.1/N", "0.1/N, convs.0=1/N, convs.*=10/N"):
-        lam = Lambda.parse(text, 10)
-        assert not lam.uniform
+        lam = Lambda.of(text, 10)
+        assert lam.rules
         assert lam.for_axes(names) == (0.1, 1.0, 0.01)
 
 
 def test_axes_that_nothing_names_are_free():
-    assert Lambda.parse("fc=2").for_axes(["conv", "fc"]) == (0.0, 2.0)
+    assert Lambda.of("fc=2").for_axes(["conv", "fc"]) == (0.0, 2.0)
 
 
 def test_from_numbers_and_mappings():
@@ -114,16 +114,16 @@ def test_from_numbers_and_mappings():
 )
 def test_nonsense_is_refused(text, message):
     with pytest.raises(UsageError, match=message):
-        Lambda.parse(text, N)
+        Lambda.of(text, N)
 
 
 def test_n_must_be_known_and_positive():
     with pytest.raises(UsageError, match="needs N, the number"):
-        Lambda.parse("0.1/N")
+        Lambda.of("0.1/N")
     with pytest.raises(UsageError, match="N ≥ 1"):
-        Lambda.parse("0.1/N", 0)
+        Lambda.of("0.1/N", 0)
 
 
 def test_a_glob_that_matches_nothing_is_a_mistake():
     with pytest.raises(UsageError, match=r"'cnov\*'.*conv1, fc"):
-        Lambda.parse("cnov*=1").for_axes(["conv1", "fc"])
+        Lambda.of("cnov*=1").for_axes(["conv1", "fc"])
