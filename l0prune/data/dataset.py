@@ -346,15 +346,12 @@ class Data:
         for part, split in (("training", self.train), ("test", self.test)):
             if not len(split):
                 raise DataError(f"{self.name} holds no {part} examples.")
-            if self.classes and isinstance(split, Tensors):
-                self._check_labels(part, int(split.targets.max()))
-
-    def _check_labels(self, part: str, largest: int) -> None:
-        if largest >= self.classes:
-            raise DataError(
-                f"{self.name} is said to have {self.classes} classes, but a {part} label is "
-                f"{largest}; the last class is number {self.classes - 1}."
-            )
+            largest = int(split.targets.max()) if isinstance(split, Tensors) else 0
+            if self.classes and largest >= self.classes:
+                raise DataError(
+                    f"{self.name} is said to have {self.classes} classes, but a {part} label is "
+                    f"{largest}; the last class is number {self.classes - 1}."
+                )
 
     @property
     def n_train(self) -> int:

@@ -159,17 +159,14 @@ def gated_class(
     (an FX graph) keeps its hooks. Where nothing has to change it is ``original`` itself, and
     modules alike get the same class.
     """
-    holds_bank &= hasattr(original, "__len__") or _copies_itself(original)
+    copies_itself = original.__reduce__ is not object.__reduce__
+    holds_bank &= copies_itself or any(hasattr(original, n) for n in ("__len__", "__deepcopy__"))
     if not names and not holds_bank:
         return original
     key = (original, names, lists, holds_bank)
     if key not in _classes:
         _classes[key] = _make_class(*key)
     return _classes[key]
-
-
-def _copies_itself(original: type[nn.Module]) -> bool:
-    return hasattr(original, "__deepcopy__") or original.__reduce__ is not object.__reduce__
 
 
 def _make_class(

@@ -278,11 +278,9 @@ class Loadable:
         return [
             tuple(names)
             for path, names in named.items()
-            if self._tensors_in(path) <= set(dead_parameters(self.plan, names))
+            if {each for each in self.plan.tensors if each.startswith(f"{path}.")}
+            <= set(dead_parameters(self.plan, names))
         ]
-
-    def _tensors_in(self, path: str) -> set[str]:
-        return {name for name in self.plan.tensors if name.startswith(f"{path}.")}
 
 
 def _names(fields: Collection[Field]) -> str:

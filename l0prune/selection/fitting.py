@@ -213,15 +213,17 @@ class Fitting:
 
     def _fitting(self, chosen: SlotChoice, order: Tensor) -> int:
         """Count the gates that can be opened, in this order, before a bound is exceeded."""
-        return _first(len(order), lambda n: not self._all_met(self._with(chosen, order[: n + 1])))
+
+        def exceeds(number: int) -> bool:
+            more = self._with(chosen, order[: number + 1])
+            return not all(self._meets(bound, more) for bound in self._bounds)
+
+        return _first(len(order), exceeds)
 
     def _with(self, chosen: SlotChoice, more: Tensor) -> SlotChoice:
         open_, asked = chosen.open_.clone(), chosen.asked.clone()
         open_[more] = asked[more] = True
         return SlotChoice(self._rounded(open_), asked)
-
-    def _all_met(self, chosen: SlotChoice) -> bool:
-        return all(self._meets(bound, chosen) for bound in self._bounds)
 
     def _used_up(self, chosen: SlotChoice) -> Tensor | None:
         """The gates of bounds that are nearly used up, bool and flat; None where there are none."""

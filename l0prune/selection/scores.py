@@ -89,10 +89,8 @@ def score(
 
     Args:
         model: a gated model.
-        how: the score's name.
         data: for those that look at data: what ``finetune`` takes; its training part is used.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
-        normalise: ``"axis-mean"`` or ``"none"``.
         batches: at most so many batches of the data; None for all.
         batch_size: examples a batch, where the data lets us choose; None for 100, or for windows
             of text as many as have 4,096 tokens.
@@ -108,13 +106,12 @@ def score(
     """
     root, gates = holder(model)
     gates.make_whole()
-    how = current_name(how)
     task = None if data is None else Task.of(data, loss)
     if batch_size is None:
         batch_size = usual_batch_size(None if task is None else task.train)
     _check_options(normalise, batches, batch_size, seed)
     of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
-    values = compute_score(how, of).values
+    values = compute_score(current_name(how), of).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
 
 

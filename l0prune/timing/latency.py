@@ -210,12 +210,9 @@ class TimedLatency(Latency):
         return self._dense * observe(self.plan.kept(gates_of(model).open()))
 
     def _values(self, kept: Tensor, through: Axes) -> Numbers:
-        values: Numbers = self._model.values(self._sizes(kept)) * self._holds_branches(kept)
+        are_there = np.append(kept.numpy() > 0, True)[self._needed].all(-1)  # branches of each term
+        values: Numbers = self._model.values(self._sizes(kept)) * are_there
         return values if through is None else values * self._meets(through)
-
-    def _holds_branches(self, kept: Tensor) -> Any:
-        """Return for each term whether all of its branches are open; bool, shape ``(terms,)``."""
-        return np.append(kept.numpy() > 0, True)[self._needed].all(-1)
 
     @cached_property
     def _needed(self) -> Any:

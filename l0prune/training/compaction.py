@@ -18,7 +18,7 @@ from l0prune.capture.copying import holds_ddp
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.errors import L0pruneError, UsageError
-from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
+from l0prune.exporting.in_place import Cut, Graph, smaller_form
 from l0prune.gating.attaching import holder
 from l0prune.gating.gated_class import CHILD, original_class
 from l0prune.plan.cost import cost_of
@@ -40,6 +40,8 @@ from l0prune.training.optimizers import (
 )
 from l0prune.training.settings import Compact
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def watched(root: nn.Module) -> str:
     """Why hooks forbid a cut; else empty.
@@ -48,17 +50,13 @@ def watched(root: nn.Module) -> str:
     gone is not called at all.
     """
     for path, module in root.named_modules():
-        if path and any(map(_is_users, _hooks_of(module))):
+        hooks = (hook for each in _HOOKS for hook in getattr(module, each, {}).values())
+        if path and any(map(_is_users, hooks)):
             return (
                 f"{path} has hooks, which would see fewer channels, or nothing where a branch is "
                 "gone"
             )
     return ""
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        yield from getattr(module, name, {}).values()
 
 
 def _is_users(hook: Any) -> bool:
@@ -171,7 +169,8 @@ class Compaction:
             return
         if reason := watched(self._root):
             raise UsageError(reason)
-        form = self._form(kept)
+        with rng.preserved(device_of(self._root)):
+            form = run_on_first(lambda: smaller_form(self._root, kept, self._graph))
         self.let_go()
         cut = Cut(self._root, form)
         places = cut.by_id()
@@ -241,10 +240,6 @@ class Compaction:
     def _lacks(self, open_: Tensor) -> bool:
         """Return whether slots of these open gates are cut."""
         return self.cut is not None and bool((self._left(open_) & ~self.cut.kept).any())
-
-    def _form(self, kept: Tensor) -> Form:
-        with rng.preserved(device_of(self._root)):
-            return run_on_first(lambda: smaller_form(self._root, kept, self._graph))
 
     def end(self, rest: States | None = None) -> None:
         """Make the model whole: what was cut has its last values, and its gates are closed.

@@ -286,7 +286,8 @@ class Loop:
     def _with_test(self, record: Record) -> Record:
         """Complete the record by measurements of the averaged model."""
         with self._averaged():
-            if self._recalibrates:
+            last = self._epoch + 1 == self._settings.epochs
+            if self._settings.recalibrate > 0 and (last or self._phase == "settle"):
                 self._recalibrate()
             record = record | self._tested()
             if self._before and not self.history.records:
@@ -323,11 +324,6 @@ class Loop:
     def _phase(self) -> str:
         """The phase of the step that was done last."""
         return self._stepper.phases.at(self._done - 1) if self._pruner is not None else "dense"
-
-    @property
-    def _recalibrates(self) -> bool:
-        last = self._epoch + 1 == self._settings.epochs
-        return self._settings.recalibrate > 0 and (last or self._phase == "settle")
 
     def _recalibrate(self) -> None:
         batches = islice(self._feed.train(self._epoch, self._device), self._settings.recalibrate)

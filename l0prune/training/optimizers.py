@@ -95,11 +95,12 @@ def _factor(schedule: str | Callable[[float], float], pruned: float) -> Callable
     if schedule == "step":
         return lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75))
     start = pruned if schedule == "settle" else 0.0
-    return lambda done: _cosine((done - start) / (1 - start)) if done > start else 1.0
 
+    def cosine(done: float) -> float:
+        part = (done - start) / (1 - start) if done > start else 0.0
+        return 0.5 * (1 + math.cos(math.pi * part))
 
-def _cosine(done: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done))
+    return cosine
 
 
 _taken: dict[int, ref[OwnOptimizer]] = {}  # by the parameter's id

@@ -299,10 +299,6 @@ class Pruner:
     def _of_gates(self) -> list[nn.Parameter]:
         return [p for p in self.gates.parameters() if p.requires_grad]
 
-    @property
-    def _learning(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for any optimizer, which hold the weights alone: the gates are taken.
 
@@ -463,7 +459,8 @@ class Pruner:
         extra = self._terms.penalty(self.step)
         if extra is not None and extra.requires_grad:
             scaled = extra if isinstance(scale, float) and scale == 1 else extra * scale
-            add_gradients(scaled, self._learning if self._terms.decays else self._of_gates)
+            learned = self.model.parameters() if self._terms.decays else self._of_gates
+            add_gradients(scaled, [p for p in learned if p.requires_grad])
         if self.phase == "settle":
             for parameter in self._of_gates:
                 parameter.grad = None  # so that no optimizer moves them
@@ -528,7 +525,7 @@ class Pruner:
         if not self._is_time_to_look and self.step != self.phases.learning:
             return
         epoch = self.step / self._between_looks
-        record = {"step": self.step, "epoch": epoch, "phase": self._phase_done}
+        record = {"step": self.step, "epoch": epoch, "phase": self.phases.at(self.step - 1)}
         self._speak(self.doctor.after(record | self.record()))
 
     @property
@@ -538,10 +535,6 @@ class Pruner:
     @property
     def _is_time_to_look(self) -> bool:
         return self.step % self._between_looks == 0
-
-    @property
-    def _phase_done(self) -> str:
-        return self.phases.at(self.step - 1)
 
     def _speak(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():

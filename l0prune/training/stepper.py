@@ -104,7 +104,9 @@ class Losses:
         parts = self._settings.accumulate
         total: Tensor | None = None
         for number, part in enumerate(batch.parts(parts)):
-            with self._together(last=number + 1 == parts):
+            # DDP averages once, in the last backward; FSDP2 in each, which needs the least memory.
+            waits = self._replica is not None and number + 1 < parts
+            with self._replica.no_sync() if waits else nullcontext():  # type: ignore[union-attr]
                 with precision(self._device, self._settings.autocast):
                     loss, learned = self._of(self._laid_out(part.inputs), part.targets)
                 share = part.weight / parts
@@ -126,11 +128,6 @@ class Losses:
 
     def _laid_out(self, inputs: Any) -> Any:
         return images_channels_last(inputs) if self._settings.channels_last else inputs
-
-    def _together(self, last: bool) -> AbstractContextManager[None]:
-        """DDP averages once, in the last backward; FSDP2 in each, which needs the least memory."""
-        replica = self._replica
-        return nullcontext() if last or replica is None else replica.no_sync()
 
     @torch.no_grad()
     def _average_by_hand(self) -> None:
@@ -238,7 +235,8 @@ class Stepper:
         if pruner is not None:
             pruner.compaction.follow(self.optimizers)
             pruner.compaction.average = self.average
-            pruner.compaction.let_go = self._let_go
+            # A replica and what was compiled are made for tensors of one size.
+            pruner.compaction.let_go = lambda: setattr(self, "_losses", None)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -322,10 +320,6 @@ class Stepper:
         pruner.begin_step()
         if settles and self.average is not None:
             self.average.restart()
-
-    def _let_go(self) -> None:
-        """A replica and what was compiled are made for tensors of one size."""
-        self._losses = None
 
     def _clip(self) -> None:
         """Limit the weights' gradient, that of the gates and of the penalty apart."""

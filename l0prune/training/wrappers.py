@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -66,7 +66,8 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
         )
     own = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
-        block.forward = partial(_again, block.forward, _statistics(block))
+        norms = [m for m in block.modules() if isinstance(m, NormBase) and m.track_running_stats]
+        block.forward = partial(_again, block.forward, norms)
     try:
         yield
     finally:
@@ -84,14 +85,8 @@ def _again(
         return forward(*args, **kwargs)
     settings: dict[str, Any] = {"use_reentrant": False}
     if norms and not torch.compiler.is_compiling():  # a compiler updates them once by itself
-        settings["context_fn"] = partial(_contexts, norms)
+        settings["context_fn"] = lambda: (nullcontext(), _held(norms))
     return checkpoint(forward, *args, **settings, **kwargs)
-
-
-def _contexts(
-    norms: Sequence[NormBase],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _held(norms)
 
 
 @contextmanager
@@ -105,10 +100,6 @@ def _held(norms: Sequence[NormBase]) -> Iterator[None]:
     finally:
         for norm, (momentum, tracked) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked
-
-
-def _statistics(block: nn.Module) -> list[NormBase]:
-    return [m for m in block.modules() if isinstance(m, NormBase) and m.track_running_stats]
 
 
 @contextmanager
