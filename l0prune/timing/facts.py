@@ -7,12 +7,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from l0prune.plan.branch import KIND
-from l0prune.plan.layout import Layout, from_json, to_json
+from l0prune.plan.layout import Layout, to_json
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import without_switches
 
@@ -30,11 +30,7 @@ def plan_id(plan: Plan) -> str:
     return hashlib.sha256(json.dumps([axes, tensors], sort_keys=True).encode()).hexdigest()[:16]
 
 
-if TYPE_CHECKING:
-    AnyLayout = Layout
-else:  # for pydantic, which does not look into it
-    AnyLayout = Annotated[Any, PlainValidator(from_json), PlainSerializer(to_json)]
-Monomial = tuple[AnyLayout, ...]
+Monomial = tuple[Layout, ...]
 """The layouts whose sizes are multiplied; none for a constant."""
 
 

@@ -23,7 +23,7 @@ from l0prune.plan.expected import Polynomial, Sums, SumTable
 from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.numbers import LARGEST
 from l0prune.plan.plan import Plan
-from l0prune.timing.facts import AnyLayout, Group, Monomial
+from l0prune.timing.facts import Group, Monomial
 
 Numbers = NDArray[np.float64]
 _WIDEST = 2**16  # slots of a block
@@ -71,7 +71,7 @@ class Term:
 class LatencyModel:
     """Time of a network at any widths: a sum of terms."""
 
-    layouts: tuple[AnyLayout, ...]
+    layouts: tuple[Layout, ...]
     terms: tuple[Term, ...]
 
     def values(self, sizes: Numbers) -> Numbers:
