@@ -28,10 +28,6 @@ def attach(model: nn.Module, gates: Gates) -> None:
 
     A tied one is gated under each of its names. The bank becomes the model's submodule
     ``l0prune_gates``. All or nothing: whatever fails leaves the model as it was.
-
-    Raises:
-        AlreadyGated: the model or one of its submodules carries gates.
-        UsageError: the plan speaks of tensors that the model does not have.
     """
     check_ungated(model)
     links = _links(model, gates)

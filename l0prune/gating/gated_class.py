@@ -315,11 +315,6 @@ class _Gating:
 
     A class that copies or pickles itself in a way of its own leaves it behind: an FX graph is built
     anew from its code, as a plain graph without hooks.
-
-    Attributes:
-        arguments: of ``gated_class``, after the original class.
-        link: the module's link to the bank, if it owns gated parameters.
-        hooks: by attribute, the bank's hooks, if the module holds the bank.
     """
 
     arguments: tuple[_Names, _Names, bool]

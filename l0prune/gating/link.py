@@ -102,9 +102,7 @@ class Link:
 class Scale:
     """A parameter p is read as ``by · (p + offset) − offset``.
 
-    Attributes:
-        by: as many numbers as broadcast against the parameter.
-        offset: that the module itself adds to it.
+    ``by`` broadcasts against the parameter; the module itself adds ``offset`` to it.
     """
 
     by: Tensor

@@ -48,7 +48,6 @@ class Loadable:
     """Axes and branches that a configuration can say.
 
     Attributes:
-        plan: with gates on all that is asked for.
         configured: the model's class, by its configuration.
         whole: why axes stay whole, by number.
         fixed: why numbers of the configuration stay as they are.
@@ -341,10 +340,8 @@ def loadable(
 ) -> Plan:
     """Return the plan with gates on what this program loads by itself, and what keeps alike.
 
-    A warning says what stays whole for that, why, and what it costs.
-
-    Args:
-        ours: dims that only a layer of l0prune can be without some slots of.
+    A warning says what stays whole for that, why, and what it costs. ``ours`` are dims that only a
+    layer of l0prune can be without some slots of.
     """
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:

@@ -193,11 +193,7 @@ class Followers:
             self._seen[bank] = version, mine.clone()
 
     def follow(self, budget: Budget | None) -> None:
-        """Fix the gates of averages as those of the model are from here on.
-
-        Args:
-            budget: of the run, which the gates meet.
-        """
+        """Fix gates of averages as those of the model, which meet the budget, from here on."""
         open_ = self._gates.open()
         for bank in self._averages:
             bank.gate = self._gates.gate

@@ -47,8 +47,7 @@ _ROUNDING = 1e-4  # of the budgets' gradient, below which nothing is known of th
 class Balance:
     """The norm of the gradient of all excess over that of the loss, for log α.
 
-    Attributes:
-        weight: it, a scalar: the geometric mean over the looks, late ones counting most.
+    The ``weight`` is the geometric mean over the looks, late ones counting most.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,6 @@ class BlockCoupling:
         numbers: of the block that each slot is in, shape ``(plan.size,)``.
 
     Args:
-        blocks: for each axis, how many slots open and close together.
         worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
             where it is.
     """

@@ -42,18 +42,13 @@ class Checkpoint:
         settings: what decides the run's numbers (``fingerprint``).
         models: digests of the weights that the run started from, and of those it left the model
             with when it stopped: only with a model of such weights can it go on.
-        model: every parameter and buffer, by name.
-        optimizers: their state_dicts.
         pruner: state of what is about gates, empty without any.
         teacher: the tensors of the network that is learned from, empty without one.
         average: the moving average by name, empty without one.
-        updates: the average's updates so far.
         scaler: state of the loss scaler of fp16, else empty.
         epoch: the epoch that comes next or is under way, from 0.
-        step: steps of it that are done.
         losses: (sum of task losses, sum of penalties, steps counted, seconds) of it so far.
         rng_epoch: random generators when it began, of each process; None if it has not.
-        rng: random generators now, of each process.
         records: the epochs that are done.
         before: what was measured before the first step.
         loss: the tensors of a loss that learns, by name, empty without one.

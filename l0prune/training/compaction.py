@@ -140,15 +140,12 @@ class Compaction:
         return watched(self._root)
 
     def begin(self, kept: Tensor | None = None, *, resumes: bool = False) -> None:
-        """Cut slots of the model; all or nothing.
+        """Cut the model down to these slots, by default those that an export would keep.
 
-        Args:
-            kept: the slots that are left, bool, flat; by default those that an export would keep.
-            resumes: a loop goes on, whose optimizers are not known yet.
+        If a loop ``resumes``, its optimizers are not known yet.
 
         Raises:
-            L0pruneError: the model cannot be cut so, or an optimizer could not follow; it is
-                whole then.
+            L0pruneError: it cannot be cut so, or an optimizer could not follow; it is whole then.
         """
         if kept is None:
             kept = self._left(self._gates.open())
@@ -244,8 +241,7 @@ class Compaction:
     def end(self, rest: States | None = None) -> None:
         """Make the model whole: what was cut has its last values, and its gates are closed.
 
-        Args:
-            rest: states of the optimizers, by the parameter's id, that hold what was cut off.
+        ``rest`` are states of the optimizers, by the parameter's id, that hold what was cut off.
         """
         if self.cut is None:
             return

@@ -48,9 +48,6 @@ class GateTerms:
         learns: gates learn; else the weights of their slots pay a penalty.
         fitted: how the widths were chosen when the gates began to stand, as plain data; empty
             before, and where there was nothing to say of it.
-
-    Raises:
-        UsageError: λ or the prior makes no sense, or names an axis that is not there.
     """
 
     def __init__(

@@ -236,11 +236,8 @@ class GroupPenalty:
 
 
 class _Shrunk(NamedTuple):
-    """Outcome of an operator for the groups.
-
-    Attributes:
-        sizes: of each, 0 where it is to be zero.
-        of: the factor of each element of a part.
+    """Outcome of an operator: the sizes of groups, 0 where one is to be zero, and the factor of
+    each element of a part.
     """
 
     sizes: Tensor

@@ -258,11 +258,7 @@ _REFRESH = 0.1  # seconds
 
 
 class Display:
-    """Says how a run goes.
-
-    Attributes:
-        console: where; by default stderr.
-    """
+    """Says on a console, by default stderr, how a run goes."""
 
     def __init__(
         self, epochs: int, steps: int, *, shown: bool = True, console: Console | None = None
@@ -323,12 +319,7 @@ LOOK_EVERY = 50  # steps
 
 
 class NotFinite(Exception):
-    """A loss is nan or inf.
-
-    Attributes:
-        ago: how many steps after it the last one was.
-        value: the loss.
-    """
+    """A loss was nan or inf, so many steps ago."""
 
     def __init__(self, ago: int, value: float) -> None:
         super().__init__(ago, value)

@@ -111,11 +111,7 @@ class Interrupt:
 
 
 class Loop:
-    """One run of a model that is on its device and in the mode in which it trains.
-
-    Attributes:
-        history: what was measured so far.
-    """
+    """One run of a model that is on its device and in the mode in which it trains."""
 
     def __init__(
         self,

@@ -111,14 +111,10 @@ class ExpectedSquares:
         self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
 
     def total(self, root: nn.Module, p: Tensor, counting: Counting) -> Tensor:
-        """Σ P(weight is there)·W² over the trainable parameters of ``root``.
+        """Σ P(weight is there)·W² over the trainable parameters of ``root`` but those of gates.
 
-        Args:
-            root: the module that was gated.
-            gates: its bank, whose own parameters are left out.
-            p: open probabilities, flat.
-            counting: whose gates decide: those on all sides (``"joint"``), or those that
-                multiply the weight (``"groups"``).
+        Those gates decide that are on all sides (``"joint"``), or that multiply the weight
+        (``"groups"``); p are their open probabilities, flat.
         """
         padded = torch.cat([p, p.new_ones(1)])
         total = p.new_zeros(())

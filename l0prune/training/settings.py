@@ -78,11 +78,7 @@ class _Declared(BaseModel):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Make settings from keywords.
-
-        Raises:
-            UsageError: a name is unknown, or a value makes no sense.
-        """
+        """Make settings from keywords."""
         return cls(**given)
 
 

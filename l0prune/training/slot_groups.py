@@ -105,10 +105,6 @@ class Metric:
     """Stiffness of each weight under its optimizer: 1 over its step for a gradient of 1.
 
     For Adam and its kind that is (√v̂ + ε)/rate, else 1/rate.
-
-    Attributes:
-        is_still: no rate is above 0.
-        is_adaptive: one of them keeps second moments.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:

@@ -86,11 +86,8 @@ def _within(limits: range, number: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Outcome of the initialisation of gates.
-
-    Attributes:
-        said: what there is to say of it; empty where they stay as they are.
-        decided: do branches stand as they are from here on?
+    """Outcome of the initialisation of gates: what there is to say of it, if anything, and whether
+    branches stand as they are from here on.
     """
 
     said: str = ""

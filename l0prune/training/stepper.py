@@ -99,7 +99,7 @@ class Losses:
     def backward(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Add the gradients of what is learned from this process' part of the whole batch.
 
-        Returns this process' share of the loss; ``scale`` is applied before backward, for fp16.
+        Returns this process' share of the loss; its scale before backward is for fp16.
         """
         parts = self._settings.accumulate
         total: Tensor | None = None
@@ -193,12 +193,7 @@ class _Draws:
 class Stepper:
     """Everything that a step changes beside the model.
 
-    Attributes:
-        phases: which step belongs to which phase.
-        optimizers: of weights and gates, one or two.
-        average: of the model over the steps, or None.
-        scaler: of the loss in fp16, or None.
-        compiling: seconds of the first step at each size, where what runs is compiled.
+    ``compiling`` are the seconds of the first step at each size, where what runs is compiled.
     """
 
     def __init__(

@@ -45,8 +45,6 @@ def divergence(log_alpha: Tensor, prior: Tensor, closed: Number, full: Number) -
     since log v has, over a range of v, the mean (ℓ₀+ℓ₁)/2 + (h/2)·coth(h/2) − 1.
 
     Args:
-        log_alpha: of q; float64 where small values are to be exact.
-        prior: log α of p, of the same dtype.
         closed: where s̄ reaches 0, as ``reaches`` gives it.
         full: where it reaches 1.
     """
