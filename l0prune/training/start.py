@@ -73,11 +73,6 @@ class ScoringBudget:
         ways = _within(_OF_WAYS, bear / (most_trials(branches) * _FORWARD))
         return cls(slots, max(1, round(examples / few)), few, ways)
 
-    def steps(self, size: int, branches: int) -> float:
-        """Return the cost of all scoring, in steps of training with batches of ``size``."""
-        trying = self.branches * self.few / size * branches * FORWARDS
-        return self.slots + (trying + most_trials(branches) * self.ways) * _FORWARD
-
 
 def _within(limits: range, number: float) -> int:
     """The nearest of these numbers."""
@@ -208,12 +203,10 @@ _WAIT = 0.5  # of the steps in which gates learn, under a price
 class Decision:
     """Decision of which branches stay, and when.
 
-    Under a budget: once they all have to. The amount that is expected of a budget is met by widths
-    on average, since they are many. Of a branch with an even chance half of its cost is expected,
-    and none or all of it is there: so that is decided while widths can still make up for it. As
-    many of the likeliest stay as change least what is expected: if all stayed that have more than
-    an even chance, five of which two were expected would go at once, widths that are closed would
-    not open again for them, and the network would end up smaller than it may be.
+    Under a budget: once they all have to. What a budget expects is met by widths on average, since
+    they are many. Of a branch with an even chance half of its cost is expected, and none or all is
+    there: so that is decided while widths can still make up for it. As many of the likeliest stay
+    as change least what is expected, since widths that are closed would not open again for others.
 
     Where a score has cut at once, the loss told how many branches go, and they stand from the first
     step on. A gate learns slowly what one is worth: many steps see the network with it, or without.
