@@ -143,7 +143,6 @@ class Feed:
     """The training batches of a task.
 
     Attributes:
-        task: where they come from.
         part: which part of every batch is this process'.
         batch_size: examples a batch of all processes, where the source lets us choose.
         size: N, the number of training examples.

@@ -30,10 +30,6 @@ class World:
 
     Small things go from host to host on a group of their own, so that they need not wait for a
     GPU. Every method but the properties must be called by all processes, in the same order.
-
-    Attributes:
-        rank: number of this process, from 0.
-        size: how many there are.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, hosts: Any = None) -> None:
@@ -98,8 +94,7 @@ class World:
     def first_alone(self, action: Callable[[], T]) -> T | None:
         """Return the result of ``action`` in the first process, None in the others, which wait.
 
-        Raises:
-            L0pruneError: what it raised there is raised everywhere.
+        An L0pruneError that it raised there is raised everywhere.
         """
         if not self.is_first:
             error: L0pruneError | None = self.from_first(None)
@@ -125,12 +120,9 @@ _training_together: ContextVar[World | None] = ContextVar("training_together", d
 
 
 def run_on_first(action: Callable[[], T]) -> T:
-    """Run ``action`` in the first process, and return its result in all.
+    """Run ``action`` in the first process, and return its result or raise its L0pruneError in all.
 
     These are those of ``process_group``; in a loop of the user's own, all of their process group.
-
-    Raises:
-        L0pruneError: what it raised there is raised everywhere.
     """
     world = _training_together.get()
     if world is None and dist.is_available() and dist.is_initialized():

@@ -41,12 +41,7 @@ class Events(Generic[T]):
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage that begins, or that is done.
-
-    Attributes:
-        name: what is being done, for people.
-        seconds: how long it took; None while it has only begun.
-    """
+    """Stage that begins, or is done after so many seconds."""
 
     name: str
     seconds: float | None = None

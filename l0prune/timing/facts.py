@@ -39,7 +39,6 @@ class NodeFacts:
     """Operator, sizes and owner of one node, at any widths.
 
     Attributes:
-        operator: such as ``Conv``.
         owner: path of the module whose code it is from, if that is known.
         has_weights: whether it reads a tensor of two or more dims.
         before: number of the last node that it reads, or None.

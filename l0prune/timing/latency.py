@@ -59,12 +59,8 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
 
 
 class _BlockRounding(NamedTuple):
-    """Width between two that are whole blocks.
-
-    Attributes:
-        low, high: these two.
-        part: of the way from the one to the other, from 0 to 1.
-        chance: from 0 to 1; where it is less than the part, the width is rounded up.
+    """Width between two whole blocks: the part of the way between them is rounded up to the higher
+    one where the chance, from 0 to 1, is less.
     """
 
     low: int
@@ -131,8 +127,6 @@ class TimedLatency(Latency):
     """Milliseconds of one network, predicted.
 
     Args:
-        plan: of the network.
-        groups: its nodes.
         model: their times.
         smooth: the same for gates to learn by.
         dense: milliseconds of the dense network, as timed.

@@ -32,12 +32,7 @@ Milliseconds = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Size that is rounded up to whole blocks, or has to be one.
-
-    Attributes:
-        layout: number of the layout.
-        block: to whole multiples of this its size is rounded, or of this it has to be one.
-    """
+    """Size that is rounded up to whole multiples of a block, or has to be one."""
 
     layout: Annotated[int, Field(ge=0)]
     block: Annotated[int, Field(ge=1, le=_WIDEST)]
@@ -48,8 +43,6 @@ class Term:
     """``ms × Π ↑size`` where its conditions hold, else 0.
 
     Attributes:
-        group: number of the group of nodes whose time it is part of.
-        ms: milliseconds, 0 or more.
         factors: sizes that are multiplied, rounded up.
         aligned: sizes that have to be whole blocks.
         unless: sets of sizes; not all of a set may be whole blocks.
@@ -170,11 +163,8 @@ Cell = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
 class Samples:
     """Timed networks.
 
-    Attributes:
-        layouts: of the plan.
-        sizes: of each layout in each network, shape ``(networks, layouts)``.
-        times: of each group in milliseconds, shape ``(networks, groups)``.
-        whole: of each network, shape ``(networks,)``.
+    Shape: sizes of the layouts ``(networks, layouts)``, milliseconds of the groups ``(networks,
+    groups)`` and of whole networks ``(networks,)``.
     """
 
     layouts: tuple[Layout, ...]

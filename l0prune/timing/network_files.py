@@ -65,13 +65,7 @@ _NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equa
 
 @dataclass(frozen=True)
 class Network:
-    """Network of a model, as an export writes it.
-
-    Attributes:
-        kept: the slots that stay, bool, flat.
-        model: its ONNX file, with its weights.
-        inputs: what the file reads, by name.
-    """
+    """Network of a model, as an export writes it: the slots that stay, its file and its inputs."""
 
     kept: Tensor
     model: onnx.ModelProto
@@ -81,11 +75,7 @@ class Network:
 class Exporter:
     """Exports a gated model at any widths, one after the other; the model stays as it is.
 
-    Weights are made a little different from each other, since equal ones are put together in
-    files.
-
-    Raises:
-        NotGated: the model carries no gates.
+    Weights are made a little different from each other, since equal ones are put together in files.
     """
 
     def __init__(self, model: nn.Module, batch: int, convert: Convert | None = None) -> None:

@@ -21,8 +21,6 @@ class Job:
 
     Attributes:
         folder: where files and results are kept.
-        threads: that one call may use.
-        batch: examples in a call.
         progress: called with how many networks are timed, and of how many.
     """
 
@@ -44,11 +42,7 @@ SECONDS = 1.0  # of all turns, where a single network is timed
 
 
 class Runtime(Protocol):
-    """A runtime that can run and time networks.
-
-    Attributes:
-        version: of it.
-    """
+    """A runtime, of some version, that can run and time networks."""
 
     version: str
 

@@ -36,10 +36,7 @@ class Setting:
 
     Attributes:
         runtime: its name, such as ``onnxruntime-int8`` or ``eager``.
-        version: of it.
         provider: what runs it, such as ``CPUExecutionProvider`` or ``cpu``.
-        threads: that one call may use.
-        batch: examples in a call.
         processor, system: of the machine.
     """
 
@@ -92,11 +89,9 @@ _Share = Annotated[float, Field(ge=0, le=LARGEST)]
 
 @dataclass(frozen=True)
 class Quality:
-    """Errors of the prediction on held-out networks.
+    """Errors of the prediction on held-out networks, |predicted over measured − 1|.
 
     Attributes:
-        median, worst: |predicted over measured − 1| of those.
-        networks: how many they are.
         noise: how far the dense network's time strayed meanwhile: half of all within this share.
     """
 

@@ -51,11 +51,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Integers:
-    """Tensor of whole numbers: sizes, or as many positions as its dims say.
-
-    Attributes:
-        values: row-major; None for the numbers from 0 on.
-    """
+    """Tensor of whole numbers, row-major: sizes, or (None) the numbers from 0 on."""
 
     name: str
     dims: tuple[Size, ...]
@@ -289,9 +285,7 @@ Count = Callable[[Size], int]
 class Resizer:
     """Writer of files of one template at any widths into a folder.
 
-    Attributes:
-        made: the template.
-        offsets: where each of its weights begins in the file of weights, in bytes.
+    Its weights begin at these offsets in the file of weights, in bytes.
     """
 
     made: Template
