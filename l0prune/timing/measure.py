@@ -77,7 +77,8 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
         for each, factor in zip(timed, drift, strict=True)
     ]
-    groups = groups_of(parsed(FACTS, about["nodes"]), nodes)
+    facts = parsed(FACTS, about["nodes"])
+    groups = groups_of(facts, nodes)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
     sizes_of = LayoutSizes(plan, layouts)
     sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
