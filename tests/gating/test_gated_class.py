@@ -8,7 +8,6 @@ from round_trips import through_pickle, through_torch
 from torch import nn
 from torch.fx import symbolic_trace
 from torch.utils.hooks import RemovableHandle
-from travel import through_pickle, through_torch
 
 from l0prune.gating.attaching import detach, gates_of
 from l0prune.gating.gated_class import original_class

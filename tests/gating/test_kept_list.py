@@ -7,7 +7,6 @@ import torch
 from handmade import bank
 from round_trips import through_pickle, through_torch
 from torch import nn
-from travel import through_pickle, through_torch
 
 from l0prune.gating.attaching import attach, bypass, detach, gates_of
 from l0prune.plan.layout import Slots

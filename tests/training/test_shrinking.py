@@ -12,7 +12,6 @@ from cut_networks import IMAGES, Inline, Side, half_closed, weights, without
 from round_trips import through_torch
 from small_task import differing, tensors
 from torch.testing import assert_close
-from travel import through_torch
 
 import l0prune
 from l0prune.errors import L0pruneError, UsageError
