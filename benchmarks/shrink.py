@@ -128,7 +128,7 @@ def crepe(seed: int) -> Made:
     """Return CREPE and frames of sound with its own answers."""
     source = RECIPES / "crepe.py"
     model = l0prune.load_model(f"{source}:full")
-    return model, l0prune.with_pseudo_labels(l0prune.load_data(f"{source}:less_data"), model)
+    return model, l0prune.with_pseudo_labels(l0prune.load_data(f"{source}:few_data"), model)
 
 
 def digits_vit(seed: int) -> Made:

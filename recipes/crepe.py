@@ -178,6 +178,11 @@ def less_data() -> l0prune.Task:
     return _data(train=(4_608, 3_584), test=(500, 250))
 
 
+def few_data() -> l0prune.Task:
+    """So many frames as a network is calibrated with, and some to test."""
+    return _data(train=(512, 128), test=(300, 100))
+
+
 def little_data() -> l0prune.Task:
     """So few frames that all of the recipe can be tried in a minute or two."""
     return _data(train=(128, 32), test=(32, 16))
