@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,11 +123,16 @@ RIVALS: dict[str, Way] = {
     "wanda-sp": rivals.wanda_sp,
     "flap": rivals.flap,
     "flap-bias": rivals.flap,
+    "flap-grail": rivals.flap,
     "llm-pruner": by_taylor,
     "shortgpt": rivals.short_gpt,
 }
 """Open gates by a study and the number of parameters to cut."""
-BIASED = {"flap-bias"}
+REPAIRED: dict[str, Callable[[Study, Tensor], AbstractContextManager[None]]] = {
+    "flap-bias": Study.biased,
+    "flap-grail": Study.reconstructed,
+}
+"""What of a rival changes the layers that read what is cut."""
 OURS = "l0prune"  # slots and weights by compensation
 
 
@@ -139,7 +144,7 @@ def cut_by(way: str, study: Study, cut: float) -> Iterator[Tensor]:
     open_ = RIVALS[way](study, cut)
     gates.set_open(open_)
     try:
-        with study.biased(open_) if way in BIASED else nullcontext():
+        with REPAIRED[way](study, open_) if way in REPAIRED else nullcontext():
             yield open_
     finally:
         with torch.no_grad():

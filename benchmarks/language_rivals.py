@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ import l0prune
 from l0prune.gating.attaching import gated_tensor
 from l0prune.plan.plan import Axis, Plan, Site
 
+# GRAIL's ridge, as a part of the mean of the Gram matrix' diagonal (the paper: 1e-4 to 5e-3).
+_RIDGE = 1e-3
 # LLM-Pruner leaves the first four and the last two blocks of a Llama-7B whole.
 _WHOLE_FIRST, _WHOLE_LAST = 4, 2
 
@@ -168,6 +170,47 @@ class Study:
 
                 hooks.callback(layer.register_forward_hook(add).remove)
             yield
+
+    @cached_property
+    def grams(self) -> dict[str, Tensor]:
+        """XᵀX of the inputs of each site's layer in the dense network, over all tokens, float64."""
+        found = dict[str, Tensor]()
+
+        def look(name: str, _: nn.Module, inputs: tuple) -> None:
+            rows = inputs[0].detach().flatten(0, -2)
+            found[name] = found.get(name, 0.0) + (rows.mT @ rows).double()
+
+        with ExitStack() as hooks, torch.no_grad():
+            for site in self.plan.sites:
+                layer = self.model.get_submodule(site.tensor.removesuffix(".weight"))
+                hook = layer.register_forward_pre_hook(partial(look, site.tensor))
+                hooks.callback(hook.remove)
+            for tokens, real in self.batches:
+                self.run(tokens, real)
+        return found
+
+    @contextmanager
+    def reconstructed(self, open_: Tensor) -> Iterator[None]:
+        """Within the context each reader's weight is W·G_:P (G_PP + λI)⁻¹ on what is kept, P.
+
+        GRAIL (Tang et al. 2026): ridge regression of all inputs from those that are kept.
+        """
+        before = dict[str, Tensor]()
+        for site in self.plan.sites:
+            weight, gram = gated_tensor(self.model, site), self.grams[site.tensor]
+            kept = self.plan.mask(site.layout, open_).nonzero().flatten()
+            inner = gram[kept[:, None], kept].clone()
+            inner.diagonal().add_(_RIDGE * inner.diagonal().mean())
+            back = torch.linalg.solve(inner, gram[kept])  # the transpose of G_:P (G_PP + λI)⁻¹
+            before[site.tensor] = weight.detach().clone()
+            with torch.no_grad():
+                weight[:, kept] = (weight.double() @ back.mT).to(weight)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for site in self.plan.sites:
+                    gated_tensor(self.model, site).copy_(before[site.tensor])
 
 
 def uniform(study: Study, scores: Tensor, cut: float, blocks: Iterable[int]) -> Tensor:

@@ -232,3 +232,31 @@ def test_every_row_for_a_gpu_runs_in_its_tiny_form() -> None:
     rows = {line["row"] for line in lines if "row" in line}
     assert rows == set(gpu.ROWS)
     assert not [line for line in lines if {"failed", "left_out"} & set(line)]
+
+
+def test_grail_is_the_ridge_regression_of_all_inputs_from_those_kept():
+    transformers = pytest.importorskip("transformers")
+    from benchmarks import language_rivals as rivals
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=12,
+    )  # fmt: skip
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.randint(40, (6, 10))
+    l0prune.gate(model, (tokens[:2],), include=["*.mlp.*"], branches=False)
+    layer, rows = model.model.layers[0].mlp.down_proj, []
+    study = rivals.Study(model, [(tokens, None)], lambda ids, _: model(ids), [])
+    with layer.register_forward_pre_hook(lambda _, given: rows.append(given[0].flatten(0, 1))):
+        _, whole = study.grams, layer.weight.detach().double()
+    x, kept = rows[0].detach().double(), [0, 2, 3, 7, 8]
+    open_ = torch.zeros(12, dtype=torch.bool)
+    open_[kept] = True
+    ridge = (rivals._RIDGE * x[:, kept].square().sum(0).mean()).sqrt() * torch.eye(5)
+    wanted = torch.cat([x, torch.zeros(5, 12)]), torch.cat([x[:, kept], ridge])
+    back = torch.linalg.lstsq(wanted[1], wanted[0]).solution
+    with study.reconstructed(open_):
+        torch.testing.assert_close(
+            layer.weight[:, kept].double(), whole @ back.T, atol=1e-5, rtol=1e-4
+        )
+    torch.testing.assert_close(layer.weight.double(), whole)
