@@ -13,7 +13,6 @@ from rich.table import Table
 import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import (
-    NO_DATA,
     DataRoot,
     DataSpec,
     Json,
@@ -95,8 +94,6 @@ def evaluate(
     info = _info(file, module)
     path = Path(file or str(model_option))
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
-    if spec is None:
-        raise UsageError(NO_DATA)
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
     source = load_data(spec, root, module, words)
     _compare_with_timm(module, source)

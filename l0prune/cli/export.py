@@ -156,13 +156,11 @@ def _examples(
     data: str | None, root: Path | None, info: dict[str, Any], path: Path, trust_pickle: bool
 ) -> Any:
     """Return the data source that an int8 file is calibrated with."""
-    spec, folder = recorded_data(data, root, info, path, trust_pickle)
-    if spec is None:
-        raise UsageError(
-            "--int8 needs examples to calibrate with: give --data mnist, imagefolder:DIR or "
-            "file.py:function"
-        )
-    return load_data(spec, folder)
+    missing = (
+        "--int8 needs examples to calibrate with: give --data mnist, imagefolder:DIR or "
+        "file.py:function"
+    )
+    return load_data(*recorded_data(data, root, info, path, trust_pickle, missing))
 
 
 def _write_report(

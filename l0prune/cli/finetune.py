@@ -13,7 +13,6 @@ import l0prune
 from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.evaluate import say_what_differs
 from l0prune.cli.options import (
-    NO_DATA,
     DataRoot,
     DataSpec,
     GatedFile,
@@ -32,7 +31,6 @@ from l0prune.cli.options import (
     with_step,
 )
 from l0prune.cli.project import defaults, newest, output_path
-from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
 from l0prune.training.settings import current_names
 
@@ -96,8 +94,6 @@ def finetune(
     with process_group() as world:
         info = l0prune.read_info(path)
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
-        if spec is None:
-            raise UsageError(NO_DATA)
         model = l0prune.load(path, trust_pickle=trust_pickle)
         words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
         source = world.first_then_all(lambda: load_data(spec, root, model, words))

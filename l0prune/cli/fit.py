@@ -109,9 +109,8 @@ def fit(
     asked = GateSettings.of(settings)
     if not (budget or asked.rounds or latency is not None or compensate):
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
-    spec, root = recorded_data(data, data_root, info, path, trust_pickle, is_needed=compensate)
-    if compensate and spec is None:
-        raise UsageError(NO_DATA)
+    missing = NO_DATA if compensate else None
+    spec, root = recorded_data(data, data_root, info, path, trust_pickle, missing)
     model = l0prune.load(path, trust_pickle=trust_pickle)
     table = latency_table(latency, path, budget)
     divides = compensate and score == _AUTO

@@ -252,13 +252,14 @@ def recorded_data(
     info: dict[str, Any],
     path: Path,
     trust_pickle: bool,
-    is_needed: bool = True,
+    missing: str | None = NO_DATA,
 ) -> tuple[str | None, Path | None]:
     """Return the data and their root: as given, of the file, of the project, or images here.
 
     Raises:
         FileError: the file names code or a folder of its own choice.
-        UsageError: data is needed, none is named, and there are several folders of images.
+        UsageError: no data is named, and there is no one folder of images, unless ``missing``, what
+            is said then, is None.
     """
     asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
     if given is None and "data" in asked and not trust_pickle:
@@ -267,8 +268,10 @@ def recorded_data(
         check_root_consent(asked["data_root"], path)
     spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
     if spec is None:
-        with nullcontext() if is_needed else suppress(UsageError):
+        with nullcontext() if missing else suppress(UsageError):
             spec = _images_here(info)
+    if spec is None and missing:
+        raise UsageError(missing)
     return None if spec is None else str(spec), None if folder is None else Path(folder)
 
 

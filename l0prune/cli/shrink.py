@@ -12,7 +12,6 @@ from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.export import Pretrained
 from l0prune.cli.gate import LoadableBy, Uniform
 from l0prune.cli.options import (
-    NO_DATA,
     DataRoot,
     DataSpec,
     Dynamic,
@@ -89,8 +88,6 @@ def shrink(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    if source is None:
-        raise UsageError(NO_DATA)
     options: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
     options |= {"exclude": exclude} if exclude else {}
     with shown(err):

@@ -65,11 +65,11 @@ def _number_range(numbers: Sequence[int]) -> str:
     return "{" + ",".join(map(str, shown)) + "}"
 
 
-def list_names(names: Iterable[str], most: int = 3) -> str:
-    """Names in few words: those of one pattern as one, and no more than a few."""
+def list_names(names: Iterable[str]) -> str:
+    """Names in few words: those of one pattern as one, and no more than three."""
     shown = [join_numbered(group) for group in group_by(names, mask_numbers)]
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return " + ".join(shown[:most]) + more
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return " + ".join(shown[:3]) + more
 
 
 def group_by(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

@@ -78,9 +78,9 @@ def breakable(name: str) -> Markup:
     return Markup(".<wbr>").join(map(escape, name.split(".")))
 
 
-def column(names: Iterable[str], most: int = 44) -> float:
-    """Return the width in pixels of a column of names, each cut to ``most`` letters."""
-    return 7.0 * min(most, max(map(len, names), default=0)) + 18
+def column(names: Iterable[str]) -> float:
+    """Return the width in pixels of a column of names, each cut to 44 letters."""
+    return 7.0 * min(44, max(map(len, names), default=0)) + 18
 
 
 def clipped(sentence: str, most: int) -> str:
