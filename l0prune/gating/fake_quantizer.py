@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from l0prune.gating.products import is_joined
 from l0prune.plan.int8 import LEVELS, Ranges, Scheme
 
 _LEAST_SHARE = 0.01  # of a step in the moving averages
@@ -112,34 +110,43 @@ class FakeQuantizer:
             found = torch.stack((before[0].minimum(found[0]), before[1].maximum(found[1])))
         self._seen[point] = found
 
+    @property
+    def computed(self) -> list[int]:
+        """Numbers of the points that were computed in this step."""
+        return sorted(self._seen)
+
     def forget(self) -> None:
         """Before a step: drop what others than its forwards have shown."""
         self._seen = {}
 
+    @property
+    def seen(self) -> Tensor:
+        """Least and most of each point in this step, infinite where it was not computed.
+
+        Shape: ``(points, 2)``.
+        """
+        none = self.ranges.new_tensor([float("inf"), float("-inf")])
+        device = next((pair.device for pair in self._seen.values()), none.device)
+        return torch.stack([self._seen.get(n, none).to(device) for n in range(len(self.counts))])
+
     @torch.no_grad()
-    def advance(self) -> None:
-        """After a step: let the moving averages take in what its forwards have shown."""
-        if not self.is_observing:
-            return
-        seen, self._seen = self._seen, {}
-        device = next((each.device for each in seen.values()), self.ranges.device)
-        found = torch.tensor([[float("inf"), float("-inf")]] * len(self.counts), device=device)
-        for point, pair in seen.items():
-            found[point] = pair
-        if is_joined():
-            found[:, 0] *= -1
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-            found[:, 0] *= -1
-            known = found.isfinite().all(1).tolist()
-            seen = {point: found[point] for point, is_known in enumerate(known) if is_known}
-        self.ranges = self.ranges.to(device)
-        for point in seen:
-            low, high = self.scheme.bounds[point]
-            least, most = found[point].clamp(low, high).unbind()
-            pair = torch.stack((least.clamp_max(0), most.clamp_min(0)))
+    def advance(self, seen: Tensor, points: Sequence[int]) -> None:
+        """After a step: let the moving averages take in what its forwards have shown.
+
+        Args:
+            seen: as it is, or over all processes.
+            points: those that were computed.
+        """
+        self._seen = {}
+        bounds = torch.tensor(self.scheme.bounds, device=seen.device)
+        found = seen.clamp(bounds[:, :1], bounds[:, 1:])
+        found = torch.stack((found[:, 0].clamp_max(0), found[:, 1].clamp_min(0)), 1)
+        shares = [0.0] * len(self.counts)
+        for point in points:
             self.counts[point] += 1
-            share = max(_LEAST_SHARE, 1 / self.counts[point])
-            self.ranges[point] = torch.lerp(self.ranges[point], pair, share)
+            shares[point] = max(_LEAST_SHARE, 1 / self.counts[point])
+        share, ranges = torch.tensor(shares, device=seen.device)[:, None], self.ranges.to(seen)
+        self.ranges = torch.where(share > 0, torch.lerp(ranges, found, share), ranges)
         self._to_grids()
 
     def _to_grids(self) -> None:

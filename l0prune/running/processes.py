@@ -54,6 +54,13 @@ class World:
             tensor.div_(self.size)
         return tensor
 
+    def largest_(self, tensor: Tensor) -> Tensor:
+        """Set a tensor in place to its largest over the processes, on its own device."""
+        if self.is_shared:
+            group = self._hosts if tensor.device.type == "cpu" else None
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return tensor
+
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of these numbers over the processes."""
         if not self.is_shared:
@@ -119,15 +126,18 @@ ALONE = World()
 _training_together: ContextVar[World | None] = ContextVar("training_together", default=None)
 
 
-def run_on_first(action: Callable[[], T]) -> T:
-    """Run ``action`` in the first process, and return its result or raise its L0pruneError in all.
-
-    These are those of ``process_group``; in a loop of the user's own, all of their process group.
-    """
+def those_that_train() -> World:
+    """The processes of ``process_group``; in a loop of the user's own, all of their group."""
     world = _training_together.get()
     if world is None and dist.is_available() and dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size())
-    if world is None or not world.is_shared:
+    return world or ALONE
+
+
+def run_on_first(action: Callable[[], T]) -> T:
+    """Run ``action`` in the first process, and return its result or raise its L0pruneError in all."""
+    world = those_that_train()
+    if not world.is_shared:
         return action()
     return world.from_first(world.first_alone(action))  # type: ignore[return-value]
 

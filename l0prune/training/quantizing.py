@@ -15,7 +15,7 @@ from l0prune.gating.attaching import holder
 from l0prune.gating.fake_quantization import attach_quantizer, detach_quantizer
 from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.infer.quantized_layers import quantized_layers
-from l0prune.running.processes import is_sharded
+from l0prune.running.processes import is_sharded, those_that_train
 from l0prune.training.phases import Phases
 
 
@@ -50,8 +50,15 @@ class Quantizing:
         self._quantizer.is_on = step >= self._begins
 
     def advance(self) -> None:
-        """After a step."""
-        self._quantizer.advance()
+        """After a step, which all processes have done."""
+        if not self._quantizer.is_observing:
+            return
+        seen, computed, world = self._quantizer.seen, self._quantizer.computed, those_that_train()
+        if world.is_shared:
+            signs = seen.new_tensor([-1.0, 1.0])
+            seen = world.largest_(seen * signs) * signs
+            computed = seen.isfinite().all(1).nonzero().flatten().tolist()
+        self._quantizer.advance(seen, computed)
         self._quantizer.is_observing &= self._step + 1 < self._total
 
     def state_dict(self) -> dict[str, Any]:

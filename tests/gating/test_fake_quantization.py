@@ -100,12 +100,12 @@ def test_ranges_are_moving_averages_of_what_steps_have_shown(model):
         for half in X.split(3):  # two micro-batches
             assert bool(quantizer.counts[0]) == (scale > 1)
             model(scale * half)
-        quantizer.advance()
+        quantizer.advance(quantizer.seen, quantizer.computed)
     assert torch.allclose(quantizer.ranges[0], 2 * torch.stack(X.aminmax()))
     assert quantizer.ranges[1, 0] == 0  # before a ReLU
     assert quantizer.counts == [2, 2]
     model.eval()(9 * X)
-    quantizer.advance()
+    quantizer.advance(quantizer.seen, quantizer.computed)
     assert quantizer.counts == [2, 2]
 
 

@@ -98,7 +98,7 @@ def test_a_cut_network_learns_what_the_masked_one_does():
     attach_quantizer(root, gates, quantizer)
     quantizer.is_observing = True
     model(IMAGES)
-    quantizer.advance()
+    quantizer.advance(quantizer.seen, quantizer.computed)
     quantizer.is_observing, quantizer.is_on = False, True
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
 
