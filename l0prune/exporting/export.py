@@ -92,7 +92,8 @@ def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -
         notes,
         bank.facts.get("preprocessing"),
     )
-    result.ranges = None if bank.quantizer is None else bank.quantizer.found
+    if bank.quantizer is not None and any(bank.quantizer.counts):
+        result.ranges = bank.quantizer.found
     placed(result.module, device_of(gated))
     return result
 

@@ -55,7 +55,7 @@ class FakeQuantizer:
         """Return one that is on, with ranges that a training found."""
         made = cls(gates, ranges.scheme, ranges.largest)
         found = torch.tensor([ranges.least, ranges.most]).T.contiguous()
-        made.load(found, [int(any(pair)) for pair in found.tolist()])
+        made.load(found, ranges.counts)
         made.is_on = True
         return made
 
@@ -63,7 +63,7 @@ class FakeQuantizer:
     def found(self) -> Ranges:
         """The ranges as plain data."""
         least, most = (tuple(column.tolist()) for column in self.ranges.cpu().T)
-        return Ranges(self.scheme, least, most, self.largest)
+        return Ranges(self.scheme, least, most, tuple(self.counts), self.largest)
 
     def load(self, ranges: Tensor, counts: Sequence[int]) -> None:
         """Take ranges for those that are known."""

@@ -6,7 +6,7 @@ one each; a convolution writes one, past the BatchNorm that follows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -57,13 +57,15 @@ class Ranges:
 
     Attributes:
         scheme: what is in eight bits.
-        least, most: of each point, with 0 between; both 0 where none was seen.
+        least, most: of each point, with 0 between.
+        counts: steps that each point's range is from; 0 where it is not known.
         largest: integer of a weight, by magnitude.
     """
 
     scheme: Scheme
     least: tuple[float, ...]
     most: tuple[float, ...]
+    counts: tuple[int, ...]
     largest: int
 
     def grid(self, point: int) -> tuple[np.float32, int]:
@@ -87,16 +89,13 @@ class Ranges:
         layers = tuple(QuantizedLayer(**each) for each in scheme["layers"])
         bounds = tuple((float(low), float(high)) for low, high in scheme["bounds"])
         outputs = {str(path): int(point) for path, point in scheme["outputs"].items()}
-        least, most = (_floats(given[name], len(bounds)) for name in ("least", "most"))
+        least, most, counts = (tuple(given[name]) for name in ("least", "most", "counts"))
+        if {len(least), len(most), len(counts)} != {len(bounds)}:
+            raise ValueError(f"ranges of another number of points than {len(bounds)}")
         used = {each.reads for each in layers} | {*outputs.values()}
         used |= {each.writes for each in layers if each.writes is not None}
         if not used <= {*range(len(bounds))}:
             raise ValueError("points that there are not")
-        return cls(Scheme(layers, bounds, outputs), least, most, int(given["largest"]))
-
-
-def _floats(given: Sequence[Any], count: int) -> tuple[float, ...]:
-    found = tuple(map(float, given))
-    if len(found) != count:
-        raise ValueError(f"{len(found)} numbers for {count} points")
-    return found
+        ends = (tuple(map(float, each)) for each in (least, most))
+        whole = tuple(map(int, counts))
+        return cls(Scheme(layers, bounds, outputs), *ends, whole, int(given["largest"]))

@@ -1,6 +1,7 @@
 """int8 files with the ranges of a training, beside the fake-quantized network, in ONNX Runtime."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import onnx
@@ -136,6 +137,13 @@ def test_a_layer_that_the_file_has_not_is_said(files):
             node.op_type = "Einsum"
     with pytest.raises(L0pruneError, match="mix, back learned in eight bits"):
         quantized(changed, made.ranges, names)
+
+
+def test_a_range_that_nothing_has_shown_is_said(files):
+    made, file, _ = files
+    unknown = dataclasses.replace(made.ranges, counts=(0,) * len(made.ranges.counts))
+    with pytest.raises(L0pruneError, match=r"no step of the training has shown .*stem"):
+        quantized(file, unknown, set())
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ SCHEME = Scheme(
     ((-INFINITE, INFINITE), (0.0, INFINITE)),
     {"1": 1},
 )
-RANGES = Ranges(SCHEME, (-1.5, 0.0), (2.0, 3.0), 127)
+RANGES = Ranges(SCHEME, (-1.5, 0.0), (2.0, 3.0), (1, 1), 127)
 X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
 
 

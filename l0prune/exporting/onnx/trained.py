@@ -7,7 +7,7 @@ computes what the fake-quantized network does, to the rounding of its sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ _PRODUCTS = ("Conv", "Gemm", "MatMul")
 Array = np.ndarray[Any, Any]
 
 
-def quantized(model: ModelProto, ranges: Ranges, there: set[str]) -> ModelProto:
+def quantized(model: ModelProto, ranges: Ranges, there: Set[str]) -> ModelProto:
     """Return the file in eight bits.
 
     Args:
@@ -36,7 +36,8 @@ def quantized(model: ModelProto, ranges: Ranges, there: set[str]) -> ModelProto:
         there: names of the weights that the network still has.
 
     Raises:
-        L0pruneError: a layer that was trained in eight bits is not found in the file.
+        L0pruneError: a layer that was trained in eight bits is not found in the file, or has no
+            range.
     """
     copied = ModelProto()
     copied.CopyFrom(model)
@@ -61,21 +62,11 @@ class _Writer:
         self.outputs = {each.name for each in graph.output}
         self.instead: dict[str, str] = {}
 
-    def written(self, there: set[str]) -> ModelProto:
+    def written(self, there: Set[str]) -> ModelProto:
         """Write the file anew, node by node."""
         graph = self.model.graph
         found = self._layers()
-        missing = [
-            each.path
-            for each in self.ranges.scheme.layers
-            if each.weight in there and each.path not in {layer.path for layer in found.values()}
-        ]
-        if missing:
-            raise L0pruneError(
-                f"{listed(missing)} learned in eight bits, and the ONNX file has no such layer to "
-                "put them on: leave opset out, by which torch's former exporter writes the file, "
-                "or take the file in float32"
-            )
+        self._check(found.values(), there)
         dropped: set[str] = set()
         for node in graph.node:
             if node.output[0] in dropped:
@@ -94,6 +85,29 @@ class _Writer:
             graph.initializer.remove(self.tensors[name])
         del graph.value_info[:]
         return self.model
+
+    def _check(self, found: Collection[QuantizedLayer], there: Set[str]) -> None:
+        """Raise L0pruneError where a layer is missing, or its ranges are."""
+        missing = [
+            each.path
+            for each in self.ranges.scheme.layers
+            if each.weight in there and each.path not in {layer.path for layer in found}
+        ]
+        if missing:
+            raise L0pruneError(
+                f"{listed(missing)} learned in eight bits, and the ONNX file has no such layer to "
+                "put them on: leave opset out, by which torch's former exporter writes the file, "
+                "or take the file in float32"
+            )
+        points = {(layer.path, layer.reads) for layer in found}
+        points |= {(layer.path, layer.writes) for layer in found}
+        counts = self.ranges.counts
+        unseen = sorted({path for path, n in points if n is not None and not counts[n]})
+        if unseen:
+            raise L0pruneError(
+                f"no step of the training has shown what range {listed(unseen)} has in eight "
+                "bits. Train more steps with quantize='int8', or without it"
+            )
 
     def _layers(self) -> dict[str, QuantizedLayer]:
         """Return the layers by the value that their node gives."""
