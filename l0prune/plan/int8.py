@@ -96,6 +96,10 @@ class Ranges:
         used |= {each.writes for each in layers if each.writes is not None}
         if not used <= {*range(len(bounds))}:
             raise ValueError("points that there are not")
-        ends = (tuple(map(float, each)) for each in (least, most))
-        whole = tuple(map(int, counts))
-        return cls(Scheme(layers, bounds, outputs), *ends, whole, int(given["largest"]))
+        return cls(
+            Scheme(layers, bounds, outputs),
+            tuple(map(float, least)),
+            tuple(map(float, most)),
+            tuple(map(int, counts)),
+            int(given["largest"]),
+        )

@@ -99,10 +99,15 @@ class _Writer:
                 "put them on: leave opset out, by which torch's former exporter writes the file, "
                 "or take the file in float32"
             )
-        points = {(layer.path, layer.reads) for layer in found}
-        points |= {(layer.path, layer.writes) for layer in found}
         counts = self.ranges.counts
-        unseen = sorted({path for path, n in points if n is not None and not counts[n]})
+        unseen = sorted(
+            {
+                layer.path
+                for layer in found
+                for point in (layer.reads, layer.writes)
+                if point is not None and not counts[point]
+            }
+        )
         if unseen:
             raise L0pruneError(
                 f"no step of the training has shown what range {listed(unseen)} has in eight "
