@@ -135,7 +135,7 @@ def those_that_train() -> World:
 
 
 def run_on_first(action: Callable[[], T]) -> T:
-    """Run ``action`` in the first process, and return its result or raise its L0pruneError in all."""
+    """Run ``action`` in the first process; return its result, or raise its L0pruneError, in all."""
     world = those_that_train()
     if not world.is_shared:
         return action()
