@@ -57,7 +57,7 @@ def test_the_settings_with_numbers_are_these():
 @pytest.mark.parametrize("text", ["1e300", "1e200*1e5", "10**18", "-1", "1e999", "9" * 400])
 def test_no_price_is_endless(text):
     with pytest.raises(UsageError, match="λ ="):
-        Lambda.parse(text, 100)
+        Lambda.of(text, 100)
 
 
 @pytest.mark.parametrize(
