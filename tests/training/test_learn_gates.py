@@ -14,6 +14,7 @@ import l0prune
 from l0prune.errors import Interrupted, UsageError
 from l0prune.running.batches import call
 from l0prune.training.distillation import Teacher
+from l0prune.training.doctor import diverged
 from l0prune.training.settings import Settings
 from l0prune.training.standing import Standing
 
@@ -213,6 +214,13 @@ def test_what_makes_no_sense_with_weights_that_stand_is_refused(settings, says):
     asked = {name: int(value) if name == "settle" else value for name, value in settings.items()}
     with pytest.raises(UsageError, match=says):
         l0prune.Pruner(gated(), steps=10, learn="gates", **asked)
+
+
+def test_a_loss_that_is_no_number_is_not_put_down_to_the_rate_of_weights():
+    settings = Settings(learn="gates", lr=0.7)
+    said = str(diverged("the loss is nan", "epoch 1", settings, 0, gated=True))
+    assert "gate_lr" in said
+    assert "0.7" not in said
 
 
 def test_other_words_are_refused():
