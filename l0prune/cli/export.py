@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Group
 
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
@@ -59,6 +60,13 @@ InInt8 = Annotated[
         "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
     ),
 ]
+Exits = Annotated[
+    str | None,
+    typer.Option(
+        help="With early exits (`gate --exits`): write MODEL.exits.onnx, left at the first one "
+        "that is sure enough on --data's test part, for tolerance=1%, latency=8ms or macs=0.5."
+    ),
+]
 ExternalData = Annotated[
     bool,
     typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
@@ -88,6 +96,7 @@ def export(
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
+    exits: Exits = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     timed: Timed = True,
@@ -116,7 +125,9 @@ def export(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     onnx = onnx or int8 or not (pt2 or state or pretrained)
-    examples = _examples(data, data_root, info, path, trust_pickle) if int8 else None
+    given = (data, data_root, info, path, trust_pickle)
+    examples = _examples("--int8", *given) if int8 else None
+    held_out = _examples("--exits", *given) if exits else None
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
@@ -139,27 +150,40 @@ def export(
         if state or dense.in_parts:  # ONNX files of parts leave out the code between them
             files += dense.save(f"{stem}{STATE}", model=built_by)
         loads = dense.save_pretrained(pretrained, model=built_by, code=code) if pretrained else ""
+        early = _choose_exits(dense, held_out, exits) if exits else None
+        files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
     files += [pretrained] if pretrained else []
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     result |= {"loads": loads} if pretrained else {}
+    result |= {"exits": early.to_dict()} if early else {}
     if report:
         result["page"] = str(_write_report(dense, model, info, path, stem))
         say(f"the report is {result['page']}")
-    emit(result, json, dense)
+    emit(result, json, Group(dense, early or ""))
     if not json:
         say("written: " + ", ".join(map(str, files)))
         if pretrained:
             say(loads)
 
 
+def _choose_exits(dense: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
+    """Choose when exits answer, for a tolerance or a budget as a text."""
+    name, _, value = asked.partition("=")
+    is_tolerance = name.strip() == "tolerance"
+    wanted = {"tolerance": value} if is_tolerance else {"budget": asked}
+    return l0prune.choose_exits(dense, held_out, **wanted)
+
+
 def _examples(
-    data: str | None, root: Path | None, info: dict[str, Any], path: Path, trust_pickle: bool
+    option: str,
+    data: str | None,
+    root: Path | None,
+    info: dict[str, Any],
+    path: Path,
+    trust_pickle: bool,
 ) -> Any:
-    """Return the data source that an int8 file is calibrated with."""
-    missing = (
-        "--int8 needs examples to calibrate with: give --data mnist, imagefolder:DIR or "
-        "file.py:function"
-    )
+    """Return the data source that an option needs."""
+    missing = f"{option} needs examples: give --data mnist, imagefolder:DIR or file.py:function"
     return load_data(*recorded_data(data, root, info, path, trust_pickle, missing))
 
 

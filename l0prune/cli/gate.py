@@ -74,6 +74,10 @@ LoadableBy = Annotated[
     str | None,
     typer.Option(help="Gate only what this program loads by itself afterwards: transformers."),
 ]
+Exits = Annotated[
+    list[str] | None,
+    typer.Option(help="Early exits: how many, or paths of modules (globs) that they read."),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
 
 
@@ -135,6 +139,7 @@ def gate(
     no_branches: NoBranches = False,
     uniform: Uniform = defaults.UNIFORM,
     loadable_by: LoadableBy = defaults.LOADABLE_BY,
+    exits: Exits = None,
     out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -158,6 +163,9 @@ def gate(
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)
+    if exits:
+        at = int(exits[0]) if len(exits) == 1 and exits[0].isdecimal() else exits
+        module = l0prune.add_exits(module, *example, at=at)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,

@@ -26,8 +26,8 @@ _GROUPS = {
         "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
     ),
     "Output": (
-        "onnx", "pt2", "state", "pretrained", "code", "opset", "external_data", "int8", "timed",
-        "bundle", "html", "run", "folder", "out", "report", "json",
+        "onnx", "pt2", "state", "pretrained", "code", "opset", "external_data", "int8", "exits",
+        "timed", "bundle", "html", "run", "folder", "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip

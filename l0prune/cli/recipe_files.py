@@ -145,6 +145,29 @@ class LatencySection(_Section):
     samples: int = Field(48, ge=1, le=NETWORKS)
 
 
+class ExitsSection(_Section):
+    """Early exits: options of ``add_exits`` and of ``choose_exits``.
+
+    A share ``held_out`` of the training examples is kept back, on which thresholds are chosen.
+    """
+
+    at: Annotated[int, Field(ge=1, le=MOST)] | list[str] = 2
+    weights: float | list[float] = 1.0
+    distill: Annotated[float, Field(ge=0, le=1)] = 0.5
+    temperature: Annotated[float, Field(gt=0, le=LARGEST)] = 2.0
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    criterion: str = "confidence"
+    budget: str | None = None
+    tolerance: float | str | None = None
+    measure: str = "macs"
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> ExitsSection:
+        if (self.budget is None) == (self.tolerance is None):
+            raise ValueError("give either a budget (latency=8ms) or a tolerance (1%)")
+        return self
+
+
 class ExportSection(_Section):
     """Files to write besides ONNX."""
 
@@ -161,6 +184,8 @@ class Recipe(RoundSection):
     Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
     measures more than the metric: of the dense network and the path of the ONNX file it returns
     what is to be said, by name.
+    With ``exits`` the network has early exits from the beginning, and there is a second ONNX file
+    that is left at the first one that is sure enough.
     With ``latency`` the network of each round that could go by it is timed before its gates learn,
     so that budgets may be in milliseconds.
     """
@@ -175,6 +200,7 @@ class Recipe(RoundSection):
     recover: Learning | None = None
     report: str | None = None
     latency: LatencySection | None = None
+    exits: ExitsSection | None = None
     export: ExportSection = Field(default_factory=ExportSection)
 
     @model_validator(mode="after")

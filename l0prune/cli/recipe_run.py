@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,8 +17,8 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.cli.recipe_files import FitSection, GateSection, Recipe, RoundSection
-from l0prune.data.dataset import as_arguments
+from l0prune.cli.recipe_files import ExitsSection, FitSection, GateSection, Recipe, RoundSection
+from l0prune.data.dataset import as_arguments, chosen
 from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
@@ -34,7 +35,7 @@ from l0prune.report.report import HTML, Report, tested, trainings_in
 from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
-from l0prune.running.task import LOSS, Task
+from l0prune.running.task import LOSS, Task, is_split
 from l0prune.selection import fitted
 
 
@@ -65,6 +66,7 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
     if data.test is None:
         raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
+    data, held_out = _held_out(recipe, data)
     dense = network = _dense(recipe, data, folder, data_root)
     if recipe.data.answers:
         with stage("asking the dense network for its answers"):
@@ -76,7 +78,46 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
         network = exports[-1].module
     tuned = _prune(recipe, recipe, network, dense, data, folder)
     exports.append(_cut(tuned))
-    return _export(recipe, data, tuned, exports, dense, folder, report=report)
+    result = _export(recipe, data, tuned, exports, dense, folder, report=report)
+    if recipe.exits is not None:
+        result["exits"] = _exits(recipe, recipe.exits, exports[-1], held_out, data, folder)
+        write_whole(folder / "result.json", json.dumps(result, indent=2))
+    return result
+
+
+def _held_out(recipe: Recipe, data: Task) -> tuple[Task, Any]:
+    """Return the task without the examples on which thresholds are to be chosen, and those.
+
+    Raises:
+        DataError: the source is none that examples can be taken from.
+    """
+    if recipe.exits is None:
+        return data, None
+    if not is_split(data.train):
+        raise DataError(
+            f"of {recipe.data.source} no examples can be kept back for the thresholds of exits: "
+            "give a data set with a length, not batches"
+        )
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
+    count = max(1, round(recipe.exits.held_out * len(order)))
+    train, kept = (chosen(data.train, rows) for rows in (order[count:], order[:count]))
+    return replace(data, train=train), kept
+
+
+def _exits(
+    recipe: Recipe, part: ExitsSection, small: Export, held_out: Any, data: Task, folder: Path
+) -> dict[str, Any]:
+    """Choose when exits answer, write the file, and return what comes of it on the test data."""
+    asked = part.model_dump(include={"criterion", "budget", "tolerance", "measure"})
+    early = l0prune.choose_exits(small, held_out, **asked, loss=data.loss, metric=data.metric)
+    file = early.save_onnx(folder / f"{recipe.name}.exits.onnx")
+    with stage("testing the network with early exits"):
+        found = l0prune.evaluate(early.module, data, device="cpu")
+    return {
+        **early.to_dict(),
+        "onnx": str(file),
+        f"test_{data.metric_name}": found[data.metric_name],
+    }
 
 
 @stage("cutting the network, and proving it")
@@ -106,9 +147,11 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
     """Return the network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
-        return l0prune.load(path, load_model(recipe.model.source))
+        model = load_model(recipe.model.source)
+        return l0prune.load(path, _with_exits(recipe.exits, model, data))
     torch.manual_seed(recipe.seed)
     model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
+    model = _with_exits(recipe.exits, model, data)
     if recipe.dense is None:
         return model
     settings = _settings(recipe, folder / "dense", recipe.dense, None)
@@ -116,6 +159,15 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
         history = l0prune.train_dense(model, data, report=False, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
+
+
+def _with_exits(part: ExitsSection | None, model: nn.Module, data: Task) -> nn.Module:
+    """Return the network, with exits where the recipe asks for some."""
+    if part is None:
+        return model
+    args, kwargs = as_arguments(example_inputs(data, 2))
+    options = part.model_dump(include={"at", "weights", "distill", "temperature"})
+    return l0prune.add_exits(model, args, kwargs, **options)
 
 
 def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:

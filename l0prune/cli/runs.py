@@ -64,7 +64,8 @@ def run(
 
 
 def _table(result: dict) -> Table:
-    from l0prune.training.history import IN_PERCENT  # loads torch
+    from l0prune.plan.measures import kind_of  # loads torch, as does the next one
+    from l0prune.training.history import IN_PERCENT
 
     table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
     table.add_row("axes left", result["architecture"])
@@ -78,6 +79,15 @@ def _table(result: dict) -> Table:
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
         if (value := result[f"{of}_{metric}"]) is not None:
             table.add_row(text, format(value, form))
+    if (exits := result.get("exits")) is not None:
+        shares = ", ".join(f"{share:.0%}" for share in exits["shares"])
+        unit = kind_of(exits["measure"])
+        table.add_row(f"leave at {', '.join(exits['at'])}, the end", shares)
+        costs = (unit.brief(exits["expected"]), unit.brief(exits["costs"][-1]))
+        table.add_row("expected, of the whole way", "{} of {}".format(*costs))
+        value = exits[f"test_{metric}"]
+        table.add_row(f"test {metric} with exits", format(value, form))
+        table.add_row("file with exits", exits["onnx"])
     for text, value in result["report"].items():
         table.add_row(text, format(value, ".4g") if isinstance(value, float) else str(value))
     errors: dict[tuple[str, str], float] = {}

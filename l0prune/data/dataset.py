@@ -282,7 +282,8 @@ def chosen(split: Split, index: Tensor) -> Split:
         return replace(split, inputs=split.inputs[index], targets=split.targets[index])
     if isinstance(split, Loaded):
         part = Subset(split.dataset, index.sort().values.tolist())
-        return Loaded(part, split.workers, None, split.collate)
+        varied = None if split.augmented is None else Subset(split.augmented, part.indices)
+        return Loaded(part, split.workers, varied, split.collate)
     return split
 
 

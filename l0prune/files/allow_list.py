@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.threads import muted
+from l0prune.files.exit_network import ExitNetwork, PooledLinear
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
@@ -132,7 +133,8 @@ def allowed(name: str) -> Any | None:
 def _helpers() -> dict[str, Any]:
     functions = [getattr(F, name) for name in _ACTIVATIONS.split()]
     names = {f"{f.__module__}.{f.__qualname__}": StandIn(f) for f in functions}
-    return {**names, "functools.partial": ModulePartial}
+    exits = {f"{c.__module__}.{c.__qualname__}": StandIn(c) for c in (ExitNetwork, PooledLinear)}
+    return {**names, **exits, "functools.partial": ModulePartial}
 
 
 @functools.cache

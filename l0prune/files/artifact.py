@@ -27,6 +27,7 @@ from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
+from l0prune.files.exit_network import ExitNetwork
 from l0prune.files.model_sources import load_model
 from l0prune.files.onnx_network import OnnxNetwork
 from l0prune.files.pickles import check_exists, check_whole, load_bytes
@@ -60,6 +61,9 @@ _OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (
     "l0prune_gates.log_alpha",
     "l0prune_gates.temperature",
 )
+
+
+_EXITS = "exits"  # in the information: of a network with early exits, what builds them
 
 
 _OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
@@ -133,6 +137,8 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     gates = _gates_or_none(model)
     if gates is not None:
         facts = {**gates.facts, **facts}
+    if isinstance(model, ExitNetwork) and model.facts is not None:
+        facts[_EXITS] = json.loads(json.dumps(model.facts))
     if isinstance(model, OnnxNetwork):
         facts.setdefault("model", model.origin.file)
     tensors: dict[str, Tensor] = {}
@@ -288,7 +294,8 @@ def _built(
             raise ValueError("neither a module nor what builds it")
         if not trust:
             check_consent(spec, path)
-        return load_model(spec)
+        model, exits = load_model(spec), content.info.get(_EXITS)
+        return model if exits is None else ExitNetwork.of_facts(model, exits)
     trusted = trust and not structure.is_ordinary
     return unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
 

@@ -41,6 +41,13 @@ class PooledLinear(nn.Module):
         self.over = [number for number in range(1, dims) if number != dim]
         self.linear = nn.Linear(channels, outputs)
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """The arguments that it was made with."""
+        dims = len(self.over) + 2
+        (dim,) = {*range(1, dims)} - {*self.over}
+        return self.linear.in_features, self.linear.out_features, dim, dims
+
     def forward(self, x: Tensor) -> Tensor:
         """Shape: (n, …, channels, …) to (n, outputs)."""
         found: Tensor = self.linear(x.mean(self.over) if self.over else x)
@@ -75,6 +82,26 @@ class ExitNetwork(nn.Module):
         self.network, self.heads, self.at = network, nn.ModuleList(heads), tuple(at)
         self.weights, self.distill = tuple(weights), distill
         self.temperature = temperature
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """What ``of_facts`` builds the exits by, as plain data; None if a head is not pooled."""
+        heads = [each.sizes for each in self.heads if isinstance(each, PooledLinear)]
+        if len(heads) < len(self.heads):
+            return None
+        names = ("at", "weights", "distill", "temperature")
+        return {name: getattr(self, name) for name in names} | {"heads": heads}
+
+    @classmethod
+    def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> ExitNetwork:
+        """Return a network with exits at these places, whose heads have no values yet.
+
+        Raises:
+            KeyError, TypeError: these are no such facts.
+        """
+        heads = [PooledLinear(*sizes) for sizes in facts["heads"]]
+        others = (facts["weights"], facts["distill"], facts["temperature"])
+        return cls(network, facts["at"], heads, *others)
 
     def forward(self, *args: Any, **kwargs: Any) -> ExitOutputs:
         """Compute all answers; inputs are those of the network."""

@@ -137,7 +137,7 @@ def test_the_rest_of_the_network_stands_inside_an_if(file):
         assert any(node.op_type in ("Gemm", "MatMul") for node in part.node)
     assert all(held)
     assert not held[0] & held[1] | held[1] & held[2]
-    assert [each.name for each in graph.output] == ["output", "exit", "margin"]
+    assert [each.name for each in graph.output] == ["logits", "exit", "margin"]
 
 
 def test_the_file_says_what_it_is(file, early):

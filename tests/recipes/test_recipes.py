@@ -1,5 +1,6 @@
 import json
 import shutil
+import warnings
 from inspect import signature
 from pathlib import Path
 
@@ -26,6 +27,7 @@ EXAMPLES = {
 }
 PARAMS = {
     "digits-lenet": 13_802,
+    "digits-exits": 176 + 3 * 4_672 + 13_952 + 2 * 18_560 + 330,
     "digits-resnet": 176 + 3 * 4_672 + 13_952 + 2 * 18_560 + 330,
     "mnist-mlp": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
     "mnist-mlp-sep": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
@@ -74,6 +76,29 @@ def test_settings_of_a_builtin_recipe_fit_its_network(name):
     for stage in (recipe.dense, recipe.recover):
         if stage is not None:
             Settings.of(stage)
+
+
+@pytest.mark.parametrize("override", ["exits.tolerance=", "exits.budget=macs=0.5"])
+def test_exits_are_chosen_by_a_budget_or_a_tolerance(override):
+    assert load("digits-exits", []).exits.budget is None
+    with pytest.raises(UsageError, match="either a budget"):
+        load("digits-exits", [override])
+
+
+@pytest.mark.slow
+def test_a_recipe_with_exits_chooses_them_on_examples_that_it_keeps_back(tmp_path):
+    short = ["dense.epochs=3", "finetune.epochs=2", "finetune.settle=0.5", "exits.measure=macs"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="l0prune: exit")
+        result = run(load("digits-exits", short), tmp_path / "run")
+    exits = result["exits"]
+    assert exits["held_out"] == round(0.2 * 1437)
+    assert exits == json.loads((tmp_path / "run" / "result.json").read_text())["exits"]
+    session = onnxruntime.InferenceSession(exits["onnx"])
+    data = l0prune.load_data("digits").test
+    found = [session.run(None, {"x": x[None].numpy()})[0].argmax() for x in data.inputs]
+    wrong = np.mean(np.array(found) != data.targets.numpy())
+    assert wrong == pytest.approx(exits["test_error"], abs=1e-9)
 
 
 def test_mlp_starts_at_the_papers_dropout_rates():

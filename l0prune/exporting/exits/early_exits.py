@@ -112,7 +112,7 @@ class EarlyExits:
 
         All that follows an exit stands inside an ``If``. So the file is for one example at a time:
         whoever has larger batches splits them, or takes the file of ``Export.save_onnx``, which
-        computes all exits of any batch. Outputs are ``output``, ``exit`` (its number, from 0) and
+        computes all exits of any batch. Outputs are ``logits``, ``exit`` (its number, from 0) and
         ``margin``: how far the decisions were from other ones, in units of the score. Where the
         margin is at most ``rounding``, another runtime may leave the network at another exit; for
         all other inputs torch and the file agree, which is tried on the held-out examples.

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx
 
-OUTPUTS = ("output", "exit", "margin")
+OUTPUTS = ("logits", "exit", "margin")
 THRESHOLDS = "thresholds"
 
 
