@@ -169,9 +169,9 @@ def export(
 def _choose_exits(dense: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
     """Choose when exits answer, for a tolerance or a budget as a text."""
     name, _, value = asked.partition("=")
-    is_tolerance = name.strip() == "tolerance"
-    wanted = {"tolerance": value} if is_tolerance else {"budget": asked}
-    return l0prune.choose_exits(dense, held_out, **wanted)
+    if name.strip() == "tolerance":
+        return l0prune.choose_exits(dense, held_out, tolerance=value)
+    return l0prune.choose_exits(dense, held_out, budget=asked)
 
 
 def _examples(

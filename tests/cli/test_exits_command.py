@@ -20,6 +20,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:l0prune. exit")
 def test_from_a_model_file_to_a_file_that_is_left_early(done, tmp_path):
     (tmp_path / "net.py").write_text(CODE)

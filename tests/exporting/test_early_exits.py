@@ -154,6 +154,7 @@ def test_larger_batches_are_refused_by_the_file(file):
         session_of(file).run(None, {"points": X[:2].numpy()})
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_not_written(dense, tmp_path):
     early = l0prune.choose_exits(dense, HELD_OUT, budget="macs=0.8")
     with torch.no_grad():
@@ -232,6 +233,7 @@ class Rigid(Stack):
         return self.last(self.blocks(x))
 
 
+@pytest.mark.slow
 def test_a_captured_graph_is_left_early_too():
     torch.manual_seed(0)
     model = l0prune.add_exits(Rigid(), (X[:3],))

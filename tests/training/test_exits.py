@@ -12,7 +12,8 @@ from torch import nn
 import l0prune
 from l0prune.errors import AlreadyGated, UsageError
 from l0prune.files.exit_network import ExitOutputs, PooledLinear
-from l0prune.training.exits import ExitLoss
+from l0prune.running.task import Task
+from l0prune.training.exits import ExitLoss, with_exit_loss
 
 X = torch.randn(5, small_task.FEATURES, generator=torch.Generator().manual_seed(3))
 
@@ -84,6 +85,19 @@ def test_the_last_exit_learns_nothing_from_being_a_teacher():
     assert model.heads[0].linear.weight.grad.abs().max() > 0
 
 
+def test_finetune_learns_by_that_loss_and_reports_on_the_last_exit():
+    model, targets = with_exits(), torch.tensor([0, 1, 2, 1, 0])
+    task = with_exit_loss(Task.of(small_task.data()), model)
+    outputs = model.eval()(X)
+    expected = ExitLoss(model, F.cross_entropy)(outputs, targets)
+    assert torch.equal(task.loss_in(outputs, targets), expected)
+    wrong = (outputs.logits.argmax(1) != targets).float()
+    assert torch.equal(task.loss_and_metric(outputs, targets)["error"], wrong)
+    plain = Task.of(small_task.data())
+    assert with_exit_loss(plain, stack()) is plain
+
+
+@pytest.mark.slow
 def test_all_exits_learn_with_gates():
     model = with_exits()
     data = small_task.data()
