@@ -17,8 +17,7 @@ from l0prune.selection.lockstep import Weights, forwards, places_of
     ],
 )
 def test_features_of_one_channel_are_those_of_a_kernel_or_a_flatten(layer, shape, labels, places):
-    compute = [lambda: layer(torch.zeros(shape))]
-    with torch.no_grad(), forwards(compute, Weights(layer)) as (forward,):
+    with torch.no_grad(), forwards(layer, [torch.zeros(shape)], Weights(layer)) as (forward,):
         read = forward.advance()
         assert places_of(read, labels) == places
         while forward.advance() is not None:
@@ -35,8 +34,8 @@ def test_a_batch_of_matrices_has_no_kernel():
             return torch.bmm(x, self.weight)
 
     model = Many()
-    compute = [lambda: model(torch.zeros(3, 2, 4))]
-    with torch.no_grad(), forwards(compute, Weights(model)) as (forward,):
+    x = torch.zeros(3, 2, 4)
+    with torch.no_grad(), forwards(model, [x], Weights(model)) as (forward,):
         read = forward.advance()
         assert places_of(read, torch.tensor([[1, 1, 0, 0]])) == 2
         while forward.advance() is not None:
