@@ -2,12 +2,14 @@
 
     python -m benchmarks.exits
     python -m benchmarks.exits --epochs 15 --budgets 0.5 0.25 0.12
+    python -m benchmarks.exits --overhead resnet20
 
 A network with exits is trained, gated and fine-tuned to each budget in MACs; so is one without.
 Thresholds are chosen on a fifth of the training examples, which nothing learns from, for each
 tolerance; errors are those of the test examples, times those of ONNX Runtime on one thread, one
 example at a time, each way through the file beside the way to its end. ``overhead`` is the time
-through the first exit over that of a file of the network up to there and its head alone.
+through the first exit over that of a file of the network up to there and its head alone; with
+``--overhead`` nothing else is looked at, of CIFAR networks that have not learned.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -91,6 +92,36 @@ def ms(files: dict[str, Path], example: torch.Tensor, base: str) -> dict[str, fl
     return {name: collect.share(each["own"], each["dense"]) * whole for name, each in turns.items()}
 
 
+def ms_of_ways(early: l0prune.EarlyExits, file: Path, example: torch.Tensor) -> dict[str, float]:
+    """Return milliseconds of each way through a file, and of the first exit ``alone``."""
+    exits, folder = len(early.exits) - 1, file.parent
+    files = {str(number): folder / f"{number}.onnx" for number in range(exits + 1)}
+    for number, path in enumerate(files.values()):
+        path.write_bytes(forced_to(file, exits, number))
+    first = First(copy.deepcopy(early.module.network)).eval()
+    program = reexport(first, first_rows(((example,), {})), dynamic=False).program
+    files["alone"] = folder / "alone.onnx"
+    files["alone"].write_bytes(to_onnx(program).SerializeToString())
+    return ms(files, example, str(exits))
+
+
+def overheads(names: list[str], exits: int) -> Iterator[str]:
+    """Yield a table of what the ``If`` costs in networks that have not learned."""
+    yield "| network | ms of each way | ms of the first exit alone | overhead |"
+    yield "|---" * 4 + "|"
+    for name in names:
+        torch.manual_seed(0)
+        x = torch.randn(8, 3, 32, 32)
+        model = load_model(f"{RECIPES / 'vision.py'}:{name}")
+        model = l0prune.gate(l0prune.add_exits(model, (x,), at=exits), (x,))
+        held_out = Tensors(x, torch.arange(8))
+        early = l0prune.choose_exits(l0prune.export(model), held_out, tolerance=0.5)
+        with tempfile.TemporaryDirectory() as folder:
+            times = ms_of_ways(early, early.save_onnx(Path(folder) / "early.onnx"), x[:1])
+        ways = " / ".join(f"{times[str(n)]:.3f}" for n in range(exits + 1))
+        yield f"| {name} | {ways} | {times['alone']:.3f} | {times['0'] / times['alone']:.3f} |"
+
+
 def of_exits(
     dense: l0prune.Export, held_out: Tensors, data: Data, tolerances: list[float], folder: Path
 ) -> Iterator[str]:
@@ -103,13 +134,7 @@ def of_exits(
         early = l0prune.choose_exits(dense, held_out, tolerance=tolerance)
         file = early.save_onnx(folder / "early.onnx")
         exits = len(early.exits) - 1
-        files = {str(number): folder / f"{number}.onnx" for number in range(exits + 1)}
-        for number, path in enumerate(files.values()):
-            path.write_bytes(forced_to(file, exits, number))
-        first = nn.Module.eval(First(copy.deepcopy(early.module.network)))
-        program = reexport(first, first_rows(((example,), {})), dynamic=False).program
-        (folder / "alone.onnx").write_bytes(to_onnx(program).SerializeToString())
-        times = ms({**files, "alone": folder / "alone.onnx"}, example, str(exits))
+        times = ms_of_ways(early, file, example)
         with torch.no_grad():
             found = early.module.decide(test.inputs)
         wrong = float((found.output.argmax(1) != test.targets).float().mean())
@@ -153,10 +178,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.12])
     parser.add_argument("--tolerances", type=float, nargs="+", default=[0.003, 0.01])
+    parser.add_argument("--overhead", nargs="+", default=[], metavar="NETWORK")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    np.set_printoptions(precision=4)
-    for line in rows(options):
+    lines = overheads(options.overhead, options.exits) if options.overhead else rows(options)
+    for line in lines:
         print(line, flush=True)
 
 
