@@ -73,6 +73,11 @@ class ScoringBudget:
         ways = _within(_OF_WAYS, bear / (most_trials(branches) * _FORWARD))
         return cls(slots, max(1, round(examples / few)), few, ways)
 
+    def steps(self, size: int, branches: int) -> float:
+        """Return the cost of all scoring, in steps of training with batches of ``size``."""
+        trying = self.branches * self.few / size * branches * FORWARDS
+        return self.slots + (trying + most_trials(branches) * self.ways) * _FORWARD
+
 
 def _within(limits: range, number: float) -> int:
     """The nearest of these numbers."""

@@ -1,5 +1,7 @@
 """As much of the data is looked at as the run can bear."""
 
+import pytest
+
 from l0prune.training.start import ScoringBudget
 
 
@@ -31,3 +33,11 @@ def test_ways_take_half_as_much():
         4,
         8,
     ]
+
+
+def test_what_all_cost():
+    budget = ScoringBudget.of(
+        2000, 32, 30
+    )  # 100 batches; 30 branches in 5 forwards; 11 ways on 8 batches
+    assert (budget.branches, budget.few, budget.ways) == (1, 32, 8)
+    assert budget.steps(32, 30) == pytest.approx(100 + (30 * 5 + 11 * 8) / 3)
