@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.plan.numbers import tolerance_of
 from l0prune.report import shrink as module
 from l0prune.selection.compensate import fidelity
@@ -73,3 +73,17 @@ def test_what_makes_no_sense_is_refused(network):
         with pytest.raises(UsageError, match="between 0 and 1"):
             tolerance_of(given)
     assert tolerance_of("1%") == tolerance_of("0.01") == tolerance_of(0.01) == 0.01
+
+
+def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
+    model, inputs = network
+    options = {"budget": "macs=0.5", "seed": 0}
+    wanted = l0prune.shrink(model, inputs, **options)
+    monkeypatch.setattr(module, "_RATE", 10.0)
+    with pytest.warns(L0pruneWarning, match="undone"):
+        found = l0prune.shrink(model, inputs, recover=1, **options)
+    assert found.fidelity == wanted.fidelity
+    monkeypatch.setattr("l0prune.report.shrink._RATE", 1e-3)
+    assert (
+        l0prune.shrink(model, inputs, recover=3, **options).fidelity.error < wanted.fidelity.error
+    )
