@@ -15,7 +15,7 @@ Reached = Callable[[int, Tensor], None]
 
 
 class ExitOutputs(NamedTuple):
-    """What a network with exits returns.
+    """Answers of a network with exits.
 
     Attributes:
         logits: the answer of the network itself, its last exit.
@@ -85,7 +85,7 @@ class ExitNetwork(nn.Module):
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """What ``of_facts`` builds the exits by, as plain data; None if a head is not pooled."""
+        """Return the exits as plain data for ``of_facts``; None if a head is not pooled."""
         heads = [each.sizes for each in self.heads if isinstance(each, PooledLinear)]
         if len(heads) < len(self.heads):
             return None

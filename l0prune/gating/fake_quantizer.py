@@ -18,10 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from l0prune.plan.int8 import LEVELS, Ranges, Scheme
+from l0prune.plan.int8 import LEVELS, SMALLEST, Ranges, Scheme
 
 _LEAST_SHARE = 0.01  # of a step in the moving averages
-_TINY = 1e-12
 
 
 class _Bank(Protocol):
@@ -87,7 +86,7 @@ class FakeQuantizer:
         steps = weight.detach().flatten(1).abs().amax(1).float() / self.largest
         zeros = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
         return torch.fake_quantize_per_channel_affine(
-            weight, steps.clamp_min(_TINY), zeros, 0, -self.largest, self.largest
+            weight, steps.clamp_min(float(SMALLEST)), zeros, 0, -self.largest, self.largest
         )
 
     def at(self, point: int, value: Tensor) -> Tensor:
@@ -152,5 +151,5 @@ class FakeQuantizer:
     def _to_grids(self) -> None:
         """Compute step and zero of each point, as ``Ranges.grid`` does."""
         least, most = self.ranges.unbind(1)
-        self._steps = ((most - least) / LEVELS).clamp_min(_TINY)
+        self._steps = ((most - least) / LEVELS).clamp_min(float(SMALLEST))
         self._zeros = (-least / self._steps).round().clamp(0, LEVELS).int()

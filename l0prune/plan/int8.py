@@ -1,4 +1,4 @@
-"""What of a network is in eight bits: its layers with a weight, and what they read and write.
+"""Layers of a network that are in eight bits, and the values that they read and write.
 
 Plain data. A *point* is a value of the network that is put on a grid of 256 numbers. Layers read
 one each; a convolution writes one, past the BatchNorm that follows it.
@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 LEVELS = 255
-_SMALLEST = np.float32(1e-12)  # step of a grid
+SMALLEST = np.float32(1e-12)  # step of a grid
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ranges:
     def grid(self, point: int) -> tuple[np.float32, int]:
         """Return step and zero of a point's grid ``step·(q − zero)``, q from 0 to 255."""
         least, most = np.float32(self.least[point]), np.float32(self.most[point])
-        step = max((most - least) / np.float32(LEVELS), _SMALLEST)
+        step = max((most - least) / np.float32(LEVELS), SMALLEST)
         return step, int(np.clip(np.round(-least / step), 0, LEVELS))
 
     def to_dict(self) -> dict[str, Any]:

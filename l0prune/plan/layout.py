@@ -91,7 +91,7 @@ class Pick(Generic[L]):
 
     @property
     def is_order(self) -> bool:
-        """Whether it only reorders: each position of its base occurs once."""
+        """Return whether each position of the base occurs once, so that they are only reordered."""
         return sorted(self.index) == list(range(self.base.size))
 
 

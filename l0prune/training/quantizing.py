@@ -72,7 +72,7 @@ class Quantizing:
 
 @contextmanager
 def put_back_quantizer(model: nn.Module) -> Iterator[None]:
-    """Where the context fails, give a gated model the fake quantization that it had before."""
+    """Give a gated model its former fake quantization back where the context fails."""
     try:
         root, gates = holder(model)
     except NotGated:

@@ -18,7 +18,7 @@ from l0prune.errors import UsageError
 
 
 class Criterion(ABC):
-    """How sure an exit is. A further one is a subclass under ``@register``.
+    """Measure of how sure an exit is; a further one is a subclass under ``@register``.
 
     Attributes:
         name: in ``choose_exits(criterion=…)``.

@@ -16,7 +16,7 @@ from l0prune.files.exit_network import ExitNetwork, Reached
 
 
 class Decision(NamedTuple):
-    """What a network with early exits decides.
+    """Decision of a network with early exits, for each example.
 
     Attributes:
         output: the answers; (n, …).

@@ -48,7 +48,7 @@ _BATCH = 100
 
 @dataclass(frozen=True)
 class Exit:
-    """What one exit comes to, on the held-out examples.
+    """Threshold, share, metric and cost of one exit, on the held-out examples.
 
     Attributes:
         at: path of the module whose output it reads; of the last one ``the end``.

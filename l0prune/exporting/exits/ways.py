@@ -1,4 +1,4 @@
-"""What held-out examples are answered at each exit, and what each way through the network costs."""
+"""Answers of all exits to held-out examples, and the cost of each way through the network."""
 
 from __future__ import annotations
 

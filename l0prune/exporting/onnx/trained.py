@@ -17,11 +17,10 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.quantizer import is_x86, owner_of
 from l0prune.plan.globs import listed
-from l0prune.plan.int8 import QuantizedLayer, Ranges
+from l0prune.plan.int8 import SMALLEST, QuantizedLayer, Ranges
 
 _SHIFT = 128  # from uint8 to int8
 _LARGEST_BIAS = np.float32(2**30)  # as an integer
-_SMALLEST = np.float32(1e-12)
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
 
 Array = np.ndarray[Any, Any]
@@ -171,7 +170,7 @@ class _Writer:
         of_read, _ = self.ranges.grid(layer.reads)
         if bias is not None:
             steps = np.maximum(steps, np.abs(bias.reshape(-1)) / of_read / _LARGEST_BIAS)
-        steps = np.maximum(steps, _SMALLEST).astype(np.float32)
+        steps = np.maximum(steps, SMALLEST).astype(np.float32)
         along = [1] * value.ndim
         along[axis] = -1
         whole = np.round(value / steps.reshape(along)).astype(np.int8)
