@@ -50,6 +50,8 @@ class _Writer:
     made: list[NodeProto] = field(default_factory=list)
     # values on a grid, by point and name
     on_grid: dict[tuple[int, str], str] = field(default_factory=dict)
+    # names of step and zero, by point
+    grids: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.model.graph
@@ -137,13 +139,12 @@ class _Writer:
         return name
 
     def _step_and_zero(self, point: int) -> list[str]:
-        step, zero = self.ranges.grid(point)
-        kind = np.uint8 if is_x86() else np.int8
-        names = [f"point_{point}_step", f"point_{point}_zero"]
-        if names[0] not in {each.name for each in self.model.graph.initializer}:
-            self._constant(names[0], np.array(step, np.float32))
-            self._constant(names[1], np.array(zero if is_x86() else zero - _SHIFT, kind))
-        return names
+        if point not in self.grids:
+            step, zero = self.ranges.grid(point)
+            whole = np.array(zero, np.uint8) if is_x86() else np.array(zero - _SHIFT, np.int8)
+            given: dict[str, Array] = {"step": np.array(step, np.float32), "zero": whole}
+            self.grids[point] = [self._constant(f"point_{point}_{n}", v) for n, v in given.items()]
+        return self.grids[point]
 
     def _put(self, value: str, point: int) -> str:
         """Put a value on the grid of a point; return the name of what it is then."""
