@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -26,8 +27,10 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import l0prune
+from l0prune.timing.eager import Eager
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,25 +168,39 @@ def step(tiny: bool) -> Iterator[Facts]:
         yield facts
 
 
-@row(minutes=2.5)
+@row(minutes=1.5)
 def llama(tiny: bool) -> Iterator[Facts]:
     """A decoder of 1.1 billion random weights: gate, score, fit, export."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    yield _cut_decoder(tiny, hidden=2048, inner=5632, layers=22, heads=32, groups=4)
 
-    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+
+@row(minutes=2.5)
+def seven(tiny: bool) -> Iterator[Facts]:
+    """The same of 6.7 billion, shaped like Llama 2."""
+    yield _cut_decoder(tiny, hidden=4096, inner=11008, layers=32, heads=32, groups=32)
+
+
+def _decoder(tiny: bool, hidden: int, inner: int, layers: int, heads: int, groups: int) -> Any:
+    """A decoder of random weights in bfloat16."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     if tiny:
-        sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
-    heads, groups = (4, 2) if tiny else (32, 4)
+        hidden, inner, layers, heads, groups = 64, 176, 2, 4, 2
     config = LlamaConfig(
-        **sizes, num_attention_heads=heads, num_key_value_heads=groups,
-        vocab_size=320 if tiny else 32_000, use_cache=False, tie_word_embeddings=False,
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=groups, vocab_size=320 if tiny else 32_000,
+        use_cache=False, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).to(DTYPE).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+
+
+def _cut_decoder(tiny: bool, **sizes: int) -> Facts:
+    model = _decoder(tiny, **sizes)
     facts: Facts = {"params": sum(p.numel() for p in model.parameters())}
     facts["weights_gb"] = round(facts["params"] * 2 / 1e9, 3)
-    ids = torch.randint(0, config.vocab_size, (4, 64 if tiny else 512), device=DEVICE)
+    ids = torch.randint(0, model.config.vocab_size, (4, 64 if tiny else 512), device=DEVICE)
     batches = [{"input_ids": ids, "labels": ids}]
     with clock(facts, "gate"):
         l0prune.gate(model, (), {"input_ids": ids[:1, :32]})
@@ -196,6 +213,45 @@ def llama(tiny: bool) -> Iterator[Facts]:
     facts["exact"] = worst(dense)
     facts["left"] = round(dense.params / facts["params"], 4)
     facts["device"] = str(next(dense.module.parameters()).device)
+    return facts
+
+
+@row(minutes=2.0)
+def shrink(tiny: bool) -> Iterator[Facts]:
+    """The decoder of 1.1 billion weights shrunk by ids alone: divided and compensated."""
+    model = _decoder(tiny, hidden=2048, inner=5632, layers=22, heads=32, groups=4)
+    facts: Facts = {"params": sum(p.numel() for p in model.parameters())}
+    ids = torch.randint(0, model.config.vocab_size, (16, 64 if tiny else 512), device=DEVICE)
+    with clock(facts, "shrink"):
+        dense = l0prune.shrink(model, [{"input_ids": each[None]} for each in ids], "params=0.7")
+    facts["left"] = round(dense.params / facts["params"], 4)
+    facts["exact"] = worst(dense)
+    yield facts
+
+
+@row(minutes=1.0)
+def times(tiny: bool) -> Iterator[Facts]:
+    """Milliseconds of inference: the host's part of them, and a budget in those of the device."""
+    batch, size = (2, 32) if tiny else (64, 224)
+    model = image_model("resnet50", tiny).to(DTYPE).eval()
+    example = images(batch, size)[0].to(DTYPE)
+    runtime = Eager(DEVICE.type, 1)
+    for examples in (example[:1], example):
+        with torch.no_grad():
+            part = runtime.host_part(lambda given=examples: model(given))
+        yield {"batch": len(examples), "host_part": round(part, 3)}
+    name, samples = ("cuda-graph", 24) if DEVICE.type == "cuda" else ("eager", 12)
+    facts: Facts = {"model": "resnet50", "batch": batch, "size": size, "runtime": name}
+    l0prune.gate(model, (example,))
+    with clock(facts, "measure"):
+        table = l0prune.measure(model, 1, batch, name, DEVICE.type, samples=samples)
+    facts |= {"dense_ms": round(table.dense, 3), "median_error": round(table.quality.median, 4)}
+    facts |= {"noise": round(table.quality.noise, 4)}
+    scores = l0prune.score(model, "magnitude")
+    for budget in ("latency=0.7", "latency=0.5"):
+        l0prune.fit(model, budget, scores, latency=table)
+        observed = table.of(l0prune.gates(model).plan).observed(model)
+        facts[f"{budget}_ms"] = round(observed, 3)
     yield facts
 
 
@@ -204,7 +260,7 @@ def run(tiny: bool) -> Iterator[Facts]:
     """Whole fine-tuning runs under a budget beside dense training of as many steps."""
     batch, size = (4, 32) if tiny else (64, 160)
     count, epochs = (16, 3) if tiny else (batch * 50, 20)
-    data = torch.utils.data.TensorDataset(*(each.cpu() for each in images(count, size)))
+    data = TensorDataset(*(each.cpu() for each in images(count, size)))
     loader = OnDevice(data, batch)
     facts: Facts = {
         "model": "resnet50",
@@ -265,6 +321,80 @@ def compiled(tiny: bool) -> Iterator[Facts]:
         times = side_by_side(steps, rounds=1 if tiny else 5, repeats=1 if tiny else 10, warmup=3)
         facts |= {f"{kind}_ms": round(ms, 3) for kind, ms in times.items()}
         facts["gated/plain"] = round(times["gated"] / times["plain"], 4)
+        yield facts
+
+
+class Varied(OnDevice):
+    """Images that are shifted by up to four pixels, mirrored and shuffled, on their device."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        inputs, targets = self._data
+        height, width = inputs.shape[2:]
+        padded = nn.functional.pad(inputs, (4, 4, 4, 4))
+        for which in torch.randperm(len(inputs), device=DEVICE).split(self._batch)[: self.steps]:
+            down, right = (torch.randint(9, (len(which), 1), device=DEVICE) for _ in range(2))
+            rows = down + torch.arange(height, device=DEVICE)
+            columns = right + torch.arange(width, device=DEVICE)
+            is_mirrored = torch.rand(len(which), 1, device=DEVICE) < 0.5
+            columns = torch.where(is_mirrored, columns.flip(1), columns)
+            at = (which[:, None, None], slice(None), rows[:, :, None], columns[:, None])
+            yield padded[at].permute(0, 3, 1, 2), targets[which]
+
+
+def one_cycle(done: float) -> float:
+    """Factor of the rate: up to 1 in the first fifth of the steps, then down to 0."""
+    return done / 0.2 if done < 0.2 else (1 - done) / 0.8
+
+
+@row(minutes=4.0)
+def wide(tiny: bool) -> Iterator[Facts]:
+    """The paper's Table 2 in few epochs: Wide ResNet 28-10 with dropout, and with gates.
+
+    One cycle of the rate, batches of 500 that lie on the device. Gates are where dropout is, on
+    what the second convolution of a block reads (``recipes/cifar-wrn.toml``).
+    """
+    if "L0PRUNE_DATA" not in os.environ:
+        yield {"left_out": "$L0PRUNE_DATA names no folder with cifar10-jpeg"}
+        return
+    data = l0prune.load_data("cifar10")
+    train, test = ([part.inputs, part.targets] for part in (data.train, data.test))
+    examples, batch, epochs = (64, 16, 3) if tiny else (50_000, 500, 10)
+    settings: Facts = {
+        "epochs": epochs, "optimizer": "sgd", "lr": 0.2, "schedule": one_cycle,
+        "weight_decay": 5e-4, "autocast": "bf16", "channels_last": True, "device": DEVICE.type,
+    }  # fmt: skip
+    for lam in (None, 0.001, 0.002):
+        torch.manual_seed(0)
+        model = l0prune.load_model(f"{ROOT / 'recipes' / 'vision.py'}:wrn28_10").to(DEVICE)
+        if tiny:
+            for stage in ("layer1", "layer2", "layer3"):
+                setattr(model, stage, getattr(model, stage)[:1])
+        loader = Varied(TensorDataset(*(each[:examples] for each in train)), batch)
+        held_out = OnDevice(TensorDataset(*(each[: examples // 5] for each in test)), batch // 2)
+        both = (loader, held_out)
+        facts: Facts = {"lam": f"{lam}/N", "epochs": epochs, "examples": examples, "batch": batch}
+        if lam is None:
+            for block in (*model.layer1, *model.layer2, *model.layer3):
+                block.conv2 = nn.Sequential(nn.Dropout(0.3), block.conv2)
+            with clock(facts, "training"):
+                l0prune.train_dense(model, both, **settings)
+        else:
+            l0prune.gate(
+                model, (train[0][:2].to(DEVICE),), include=["layer*.conv1"],
+                open_probability=0.92026, branches=False,
+            )  # fmt: skip
+            with clock(facts, "training"):
+                history = l0prune.finetune(
+                    model, both, lam=lam / examples, counting="groups", warmup=0, settle=2,
+                    **settings,
+                )  # fmt: skip
+            facts["expected_macs"] = [
+                round(each["expected_macs"] / each["dense_macs"], 4) for each in history.records
+            ]
+            facts["training_macs"] = round(history.records[-1]["training_macs"], 4)
+            model = l0prune.export(model).module
+        facts["macs"] = round(l0prune.survey(model, (train[0][:2],)).macs / 1e9, 4)
+        facts["error"] = l0prune.evaluate(model, both, device=DEVICE.type)["error"]
         yield facts
 
 

@@ -23,20 +23,26 @@ from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import copies_of, run
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
-from l0prune.gating.attaching import holder
+from l0prune.gating.attaching import holder, weights_of
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.network_files import check_single_network
 from l0prune.timing.sizes import SizeFinder
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+HALVES = {torch.float16, torch.bfloat16}
 
 
 class CutGraphs:
-    """Networks of one gated model, in float32: captured once, cut as often as asked."""
+    """Networks of one gated model: captured once, cut as often as asked.
+
+    They compute in float32, or in half precision if all of the model's weights are in it.
+    """
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         gated, _ = holder(model)
+        found = {p.dtype for p in weights_of(gated).values() if p.is_floating_point()}
+        self._dtype = found.pop() if len(found) == 1 and found <= HALVES else torch.float32
         self._captured = capture_parts(copies_of(gated))
         self.plan = self._captured.plan
         check_single_network(self.plan.parts)
@@ -46,8 +52,8 @@ class CutGraphs:
         """Return the network in which these slots are open; bool, flat."""
         whole = replace(self._captured, z=open_.to(torch.float64))
         (graph,) = run((select, slice_tensors, slice_graphs), whole).graphs.values()
-        settle(graph, torch.float32)  # parameters that were folded as they are read
-        return graph.float()
+        settle(graph, self._dtype)  # parameters that were folded as they are read
+        return graph.to(self._dtype)
 
     def inputs(self) -> Inputs:
         """Return an example of the batch that is asked for."""
@@ -55,7 +61,7 @@ class CutGraphs:
         def sized(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            value = leaf.float() if leaf.is_floating_point() else leaf
+            value = leaf.to(self._dtype) if leaf.is_floating_point() else leaf
             return value[torch.arange(self._batch) % len(value)] if value.ndim else value
 
         return plain(pytree.tree_map(sized, self._captured.example))
@@ -78,6 +84,16 @@ class Eager:
             ) from error
         self.threads = threads
 
+    @property
+    def version(self) -> str:
+        """PyTorch's version, with the card's name where there is one."""
+        card = f", {torch.cuda.get_device_name(self.device)}" if self._is_cuda else ""
+        return f"{torch.__version__}{card}"
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
         """Return the callable that runs a network on the device."""
         return network
@@ -99,8 +115,34 @@ class Eager:
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
-        if self.device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self.device)
+
+    def host_part(self, run: Callable[[], Any], times: int = 9) -> float:
+        """Return the part of a run's time that it takes to start its operators; 1 on a CPU."""
+        found = []
+        for _ in range(times):
+            self.wait()
+            begin = time.perf_counter()
+            run()
+            started = time.perf_counter()
+            self.wait()
+            found.append((started - begin) / (time.perf_counter() - begin))
+        return statistics.median(found)
+
+    def clock(self) -> HostClock:
+        """Return a clock of one operator, which runs."""
+        return DeviceClock(self) if self._is_cuda else HostClock(self)
+
+    def occupy(self) -> None:
+        """Give a GPU work for so long that the operators that follow wait for it, not it for them.
+
+        Else an operator's time would be that which the host takes to start it.
+        """
+        if self._is_cuda:
+            filler = torch.ones(4096, 4096, device=self.device)
+            for _ in range(_FILLERS):
+                torch.mm(filler, filler)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -121,13 +163,51 @@ class Eager:
         return found
 
 
+_FILLERS = 60  # products of 4096×4096 float32: some 0.15 s of a recent GPU
+
+
+class HostClock:
+    """Clock of one operator: the host's, which waits for the device at both ends."""
+
+    def __init__(self, runtime: Eager) -> None:
+        self._runtime = runtime
+        runtime.wait()
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        """Note the end."""
+        self._runtime.wait()
+        self._spent = 1e3 * (time.perf_counter() - self._begin)
+
+    def milliseconds(self) -> float:
+        """Return the time between start and end."""
+        return self._spent
+
+
+class DeviceClock(HostClock):
+    """Clock of one operator on a GPU: events that the device notes, for which nothing waits."""
+
+    def __init__(self, runtime: Eager) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+
+    def stop(self) -> None:
+        """Note the end."""
+        self._events[1].record()
+
+    def milliseconds(self) -> float:
+        """Return the time between start and end, once the device has come to the end."""
+        begin, end = self._events
+        return float(begin.elapsed_time(end))
+
+
 @dataclass
 class TimedNode:
     """Operator of a network, timed."""
 
     node: Node
     shapes: Shapes
-    spent: list[float] = field(default_factory=list)
+    clocks: list[HostClock] = field(default_factory=list)
 
 
 class OperatorTimer(Interpreter):
@@ -142,7 +222,10 @@ class OperatorTimer(Interpreter):
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
         """Run the network once."""
         placed = pytree.tree_leaves((args, kwargs))
-        return super().run(*placed, enable_io_processing=False)
+        self._runtime.occupy()
+        result = super().run(*placed, enable_io_processing=False)
+        self._runtime.wait()
+        return result
 
     def run_node(self, n: Node) -> Any:
         """Run a node, which ``call_function`` then knows."""
@@ -152,17 +235,15 @@ class OperatorTimer(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and time it."""
         assert self._node is not None
-        self._runtime.wait()
-        start = time.perf_counter()
+        clock = self._runtime.clock()
         result = super().call_function(target, args, kwargs)
-        self._runtime.wait()
-        spent = 1e3 * (time.perf_counter() - start)
+        clock.stop()
         name = self._node.name
         if name not in self.seen:
             leaves = pytree.tree_leaves((args, kwargs, result))
             shapes = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
             self.seen[name] = TimedNode(self._node, shapes)
-        self.seen[name].spent.append(spent)
+        self.seen[name].clocks.append(clock)
         return result
 
     def times(self, names: Sequence[str]) -> dict[str, float]:
@@ -176,7 +257,7 @@ class OperatorTimer(Interpreter):
         last = collect.BEFORE
         for name, seen in self.seen.items():
             last = number.get(name, last)
-            found[last] += collect.typical(seen.spent)
+            found[last] += collect.typical([clock.milliseconds() for clock in seen.clocks])
         return dict(found)
 
 
@@ -210,3 +291,40 @@ class Compiled(Eager):
         """Return the network, to be compiled when it is first called."""
         torch.compiler.reset()
         return torch.compile(network, dynamic=False)
+
+
+class CudaGraph(Eager):
+    """PyTorch on a GPU, recorded as one CUDA graph: the host starts no operator any more."""
+
+    name = "cuda-graph"
+
+    def __init__(self, device: str, threads: int) -> None:
+        super().__init__(device, threads)
+        if not self._is_cuda:
+            raise UsageError(
+                f"cuda-graph is a runtime of NVIDIA's GPUs, not of {device!r}: time the network "
+                "with eager or compile there"
+            )
+
+    def prepared(self, network: nn.Module) -> Callable[..., Any]:
+        """Return the replay of a network's first call, which reads that call's own tensors."""
+        recorded: list[torch.cuda.CUDAGraph] = []
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            if not recorded:
+                recorded.append(self._record(lambda: network(*args, **kwargs)))
+            recorded[0].replay()
+
+        return call
+
+    def _record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        main, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries choose their kernels in the first calls
+                run()
+        main.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph

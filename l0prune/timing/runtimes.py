@@ -16,7 +16,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing.eager import Compiled, CutGraphs, Eager, Inputs, facts_of
+from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, Inputs, facts_of
 from l0prune.timing.facts import FACTS, number_of, plan_id
 from l0prune.timing.latency import Observe
 from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
@@ -38,7 +38,7 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     plan = gates_of(job.model).plan
     widths = list(islice(sampled_widths(plan, job.seed), job.samples))
     settings = collect.settings_of(
-        runtime.name, str(torch.__version__), str(runtime.device), runtime.threads
+        runtime.name, runtime.version, str(runtime.device), runtime.threads
     )
     asked = {
         "plan": plan_id(plan),
@@ -75,6 +75,8 @@ class AlternatingTimer:
             )
             self._whole = all_slots(self._graphs.plan)
             self._dense = self._prepared(self._network(self._whole))
+            if runtime.device.type != "cpu":
+                _warn_of_host(runtime.name, runtime.host_part(self._dense))
 
     def facts(self) -> dict[str, Any]:
         """Return each operator's name and facts."""
@@ -112,12 +114,25 @@ class AlternatingTimer:
         return lambda: call(*args, **kwargs)
 
 
+_HOST = 0.8  # of a run's time, from which on the device waits for the host
+
+
+def _warn_of_host(runtime: str, part: float) -> None:
+    """Warn where a network takes as long at any widths, since the host is what it waits for."""
+    if part >= _HOST:
+        warn(
+            f"the dense network waits for the host: starting its operators takes {part:.0%} of its "
+            f"time in {runtime}, so that narrower layers make it hardly faster. Measure with "
+            "runtime='cuda-graph', or larger batches, or gate whole branches (--gates both)"
+        )
+
+
 class Torch:
     """PyTorch, on the device that is its first provider."""
 
     def __init__(self, kind: type[Eager], providers: Sequence[str]) -> None:
         self._kind, self.provider = kind, providers[0] if providers else "cpu"
-        self.version = str(torch.__version__)
+        self.version = kind(self.provider, 1).version
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
@@ -154,6 +169,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
+    "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
 }
 
 

@@ -1,9 +1,12 @@
 """A table of times, from timing to a budget in milliseconds."""
 
+import copy
 import json
 import re
 import shlex
 import shutil
+import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ import l0prune
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing import onnx_files, runtimes
-from l0prune.timing.eager import CutGraphs
+from l0prune.timing.eager import CutGraphs, Eager
 from l0prune.timing.latency import OVERHEAD
 from l0prune.timing.measure import read_results, table_of
 from l0prune.timing.sizes import all_slots
@@ -272,6 +275,7 @@ def test_results_that_make_no_sense_are_refused(folder, part):
         ({"runtime": "tvm"}, "runtime is one of onnxruntime, onnxruntime-int8"),
         ({"providers": "NowhereExecutionProvider"}, "has no NowhereExecutionProvider"),
         ({"runtime": "eager", "providers": "nowhere"}, "cannot use the device 'nowhere'"),
+        ({"runtime": "cuda-graph", "providers": "cpu"}, "runtime of NVIDIA's GPUs, not of 'cpu'"),
         ({"threads": 0}, "threads must be a whole number"),
         ({"samples": 3}, "too few"),
     ],
@@ -287,6 +291,59 @@ def test_graphs_for_pytorch_run_in_float32(model):
     args, kwargs = graphs.inputs()
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     torch.testing.assert_close(network(*args, **kwargs), model.eval()(*args, **kwargs))
+
+
+def test_graphs_of_a_model_in_half_precision_stay_in_it(model):
+    half = copy.deepcopy(model).bfloat16()
+    graphs = CutGraphs(half, batch=1)
+    network = graphs.network(all_slots(graphs.plan))
+    args, kwargs = graphs.inputs()
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
+    # normalization is folded into weights, which are rounded afterwards
+    close = {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(network(*args, **kwargs), half.eval()(*args, **kwargs), **close)
+
+
+class Asynchronous(Eager):
+    """A device that computes for some time after it was given its work."""
+
+    started, waited = 0.0, 0.0
+
+    def wait(self):
+        time.sleep(self.waited)
+
+    def start(self):
+        time.sleep(self.started)
+
+
+@pytest.mark.parametrize(("started", "waited"), [(0.009, 0.001), (0.001, 0.009)])
+def test_a_network_that_waits_for_the_host_is_told_from_one_that_does_not(started, waited):
+    runtime = Asynchronous("cpu", 1)
+    runtime.started, runtime.waited = started, waited
+    part = runtime.host_part(runtime.start)
+    assert part == pytest.approx(started / (started + waited), abs=0.15)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        runtimes._warn_of_host("eager", part)
+    assert ["waits for the host" in str(each.message) for each in said] == [True] * (part > 0.5)
+
+
+def test_an_operator_is_timed_from_its_start_to_its_end(model):
+    graphs = CutGraphs(model, batch=1)
+    runtime = Eager("cpu", 1)
+    timer = runtime.operators(graphs.network(all_slots(graphs.plan)), graphs.inputs(), 3)
+    assert {len(node.clocks) for node in timer.seen.values()} == {3}
+    assert all(clock.milliseconds() > 0 for node in timer.seen.values() for clock in node.clocks)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("runtime", ["eager", "cuda-graph"])
+def test_a_gpu_is_measured_and_named(model, runtime):
+    there = copy.deepcopy(model).cuda()
+    table = l0prune.measure(there, runtime=runtime, providers="cuda", samples=12)
+    assert torch.cuda.get_device_name() in table.setting.version
+    latency = table.of(l0prune.gates(there).plan)
+    assert latency.observed(there) > 0
 
 
 @pytest.mark.slow
