@@ -51,6 +51,10 @@ Pretrained = Annotated[
 Code = Annotated[
     bool, typer.Option("--code", help="With --pretrained: a file that loads it without l0prune.")
 ]
+Vllm = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the folder that vLLM serves, of a Llama."),
+]
 Opset = Annotated[
     int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
 ]
@@ -93,6 +97,7 @@ def export(
     state: State = False,
     pretrained: Pretrained = None,
     code: Code = False,
+    vllm: Vllm = None,
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
@@ -124,7 +129,7 @@ def export(
     path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    onnx = onnx or int8 or not (pt2 or state or pretrained)
+    onnx = onnx or int8 or not (pt2 or state or pretrained or vllm)
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -149,12 +154,12 @@ def export(
             files += dense.save(f"{stem}{PT2}", model=built_by)
         if state or dense.in_parts:  # ONNX files of parts leave out the code between them
             files += dense.save(f"{stem}{STATE}", model=built_by)
-        loads = dense.save_pretrained(pretrained, model=built_by, code=code) if pretrained else ""
+        loads = folders(dense, pretrained, vllm, built_by, code=code)
         early = _choose_exits(dense, held_out, exits) if exits else None
         files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
-    files += [pretrained] if pretrained else []
+    files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **dense.to_dict()}
-    result |= {"loads": loads} if pretrained else {}
+    result |= {"loads": loads} if loads else {}
     result |= {"exits": early.to_dict()} if early else {}
     if report:
         result["page"] = str(_write_report(dense, model, info, path, stem))
@@ -162,8 +167,17 @@ def export(
     emit(result, json, Group(dense, early or ""))
     if not json:
         say("written: " + ", ".join(map(str, files)))
-        if pretrained:
+        if loads:
             say(loads)
+
+
+def folders(
+    dense: l0prune.Export, pretrained: Path | None, vllm: Path | None, spec: str, code: bool = False
+) -> str:
+    """Write the folders that are asked for, and return what loads them."""
+    said = [dense.save_pretrained(pretrained, model=spec, code=code)] if pretrained else []
+    said += [dense.save_vllm(vllm)] if vllm else []
+    return "\n".join(said)
 
 
 def _choose_exits(dense: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:

@@ -72,7 +72,7 @@ NoBranches = Annotated[
 Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
 LoadableBy = Annotated[
     str | None,
-    typer.Option(help="Gate only what this program loads by itself afterwards: transformers."),
+    typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
 ]
 Exits = Annotated[
     list[str] | None,

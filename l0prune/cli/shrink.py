@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.export import Pretrained
+from l0prune.cli.export import Pretrained, Vllm, folders
 from l0prune.cli.gate import LoadableBy, Uniform
 from l0prune.cli.options import (
     DataRoot,
@@ -68,6 +68,7 @@ def shrink(
     seed: Seed = 0,
     out: Out = None,
     pretrained: Pretrained = None,
+    vllm: Vllm = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -75,8 +76,8 @@ def shrink(
 
     The budget is divided over the layers, slots are cut, and the weights that are left compensate
     for those that went. The ONNX file is proven to compute what the cut model does; how near that
-    is to the model itself is measured on inputs that were held out; --pretrained writes a folder in
-    its place.
+    is to the model itself is measured on inputs that were held out; --pretrained and --vllm write a
+    folder in its place.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
@@ -103,11 +104,11 @@ def shrink(
             dynamic_shapes=free_dims(dynamic, module),
             **options,
         )
-        files: tuple[Path, ...] = (pretrained,) if pretrained else ()
-        loads = dense.save_pretrained(pretrained, model=spec) if pretrained else ""
-        if out or not pretrained:
+        files = tuple(each for each in (pretrained, vllm) if each)
+        loads = folders(dense, pretrained, vllm, spec)
+        if out or not files:
             files += dense.save_onnx(output_path(out, spec, ".small.onnx"))
     result = {"files": [str(each) for each in files], **dense.to_dict()}
-    emit(result | ({"loads": loads} if pretrained else {}), json, dense)
+    emit(result | ({"loads": loads} if loads else {}), json, dense)
     if not json:
         say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))

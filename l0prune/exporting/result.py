@@ -462,6 +462,33 @@ class Export:
         manifest = described(self.module, self._facts, trials, model)
         return write_folder(folder, *shortened(self.module, manifest, trials), code=code)
 
+    @one_at_a_time()
+    def save_vllm(self, folder: str | os.PathLike[str]) -> str:
+        """Write ``module`` as the folder that vLLM serves as a ``DeciLMForCausalLM``.
+
+        That is a Llama whose MLPs have a width of their own in each layer, and whose attentions
+        and MLPs may be absent: what ``gate(…, loadable_by="vllm")`` cuts. The folder has
+        ``config.json`` with ``block_configs``, the code of this configuration, for
+        ``--trust-remote-code``, and ``model.safetensors``. What vLLM's code makes of them is
+        compared with ``module``, in float32 and in transformers' own layers; vLLM itself is not
+        run.
+
+        Args:
+            folder: is made where there is none. Other files in it stay.
+
+        Returns:
+            How to serve it.
+
+        Raises:
+            UsageError: the model is no Llama, or its sizes cannot be said there.
+            CertificateError: the network there would compute something else.
+            FileError: it cannot be written; what was there is unchanged.
+        """
+        from l0prune.exporting.own_class.vllm import write_for_vllm  # loads transformers
+
+        self._look()
+        return write_for_vllm(folder, self.module, self._made.trials)
+
     @property
     def _facts(self) -> dict[str, Any]:
         """Return what the manifest says beside the model's origin."""

@@ -138,7 +138,9 @@ def gate(
         loadable_by: ``"transformers"`` gates only what a configuration of the model's class in
             transformers can say, with one number for all layers: widths and heads alike over them,
             and whole layers. ``save_pretrained`` then writes a folder that transformers loads by
-            itself. A warning says what stays whole for that, and why.
+            itself. ``"vllm"`` is for models that compute what a Llama does: the MLP of each layer
+            has a width of its own, and each attention and MLP but the first may go;
+            ``Export.save_vllm`` writes that. A warning says what stays whole, and why.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.

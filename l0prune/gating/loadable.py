@@ -29,6 +29,7 @@ from l0prune.capture.configurations import (
     sizes_of,
 )
 from l0prune.capture.example_inputs import call
+from l0prune.capture.llama import llama_class, llama_settings, why_no_llama
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import NothingToPrune, UsageError, warn
@@ -38,7 +39,11 @@ from l0prune.plan.layout import Cat, Const, Layout, Prod, Slots, axes_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
 
-PROGRAMS = ("transformers",)
+# Numbers that a program takes by layer, for each program.
+PROGRAMS: Mapping[str, frozenset[Field]] = {
+    "transformers": frozenset(),
+    "vllm": frozenset({("intermediate_size",)}),
+}
 _MANY = 32  # slots, above which widths are tried in steps alone
 Group = tuple[int, int, str]  # the first of its axes, size and kind of all
 
@@ -49,6 +54,8 @@ class Loadable:
 
     Attributes:
         configured: the model's class, by its configuration.
+        by_layer: the numbers that each layer may have its own of; its branches may go by
+            themselves then, but for the first.
         whole: why axes stay whole, by number.
         fixed: why numbers of the configuration stay as they are.
     """
@@ -56,6 +63,7 @@ class Loadable:
     plan: Plan
     model: nn.Module
     configured: Configured
+    by_layer: frozenset[Field] = frozenset()
     whole: dict[int, str] = field(default_factory=dict)
     fixed: dict[Field, str] = field(default_factory=dict)
 
@@ -133,7 +141,7 @@ class Loadable:
     def _find_mismatch(self) -> bool:
         """Leave whole one more axis whose numbers say other dims, too; False where none is."""
         groups, by_fields = self.groups(), self._by_fields()
-        for fields, dims in by_fields.items():
+        for (fields, _), dims in by_fields.items():
             made_of = {dim: self._made_of(layout, groups) for dim, layout in dims.items()}
             first, *others = dims
             odd = next((dim for dim in others if made_of[dim] != made_of[first]), None)
@@ -186,7 +194,7 @@ class Loadable:
         Where two numbers depend on each other, as code divides one by the other, those widths are
         left out that do not go with few slots of the other group.
         """
-        numbers = self._numbers_of_groups()
+        numbers = {g: of for g, of in self._numbers_of_groups().items() if not of <= self.by_layer}
         found = {group: self._buildable(group, numbers[group]) for group in numbers}
         some = [group for group, widths in found.items() if len(widths) < group[1]]
         for group in (group for group in found if group[1] <= _MANY):
@@ -200,7 +208,7 @@ class Loadable:
 
     def _numbers_of_groups(self) -> dict[Group, set[Field]]:
         groups, found = self.groups(), defaultdict(set)
-        for fields, dims in self._by_fields().items():
+        for (fields, _), dims in self._by_fields().items():
             made_of = self._made_of(next(iter(dims.values())), groups) or ()
             for group, name in (self._assigned(fields, made_of) or {}).items():
                 found[group].add(name)
@@ -226,11 +234,13 @@ class Loadable:
         }
         return self.configured.built(values) is not None
 
-    def _by_fields(self) -> Mapping[frozenset[Field], Mapping[Dim, Layout]]:
-        found: dict[frozenset[Field], dict[Dim, Layout]] = defaultdict(dict)
+    def _by_fields(self) -> Mapping[tuple[frozenset[Field], str], Mapping[Dim, Layout]]:
+        """Return the dims of the same numbers; where a layer has its own, with the layer."""
+        found: dict[tuple[frozenset[Field], str], dict[Dim, Layout]] = defaultdict(dict)
         for dim, layout in self._dims():
-            if dim in self.follows:
-                found[self.follows[dim]][dim] = layout
+            if fields := self.follows.get(dim):
+                layer = _layer_of(dim[0]) if fields <= self.by_layer else ""
+                found[fields, layer][dim] = layout
         return found
 
     def groups(self) -> dict[int, Group]:
@@ -267,19 +277,31 @@ class Loadable:
     # --- whole layers ---------------------------------------------------------------------------
 
     def layers(self) -> list[tuple[str, ...]]:
-        """Return the branches of each layer that can go as a whole, all that is in it."""
+        """Return the branches that can go: of each layer together, all that is in it.
+
+        Where layers may differ each goes alone. The first stays: vLLM begins its stream there.
+        """
         named: dict[str, list[str]] = defaultdict(list)
         gated = {axis.name for axis in self.plan.axes if axis.kind == KIND}
         for branch in self.plan.branches:
-            path = re.match(r".*?\.\d+(?=\.)", next(iter(branch.tensors), ""))
+            path = _layer_of(next(iter(branch.tensors), ""))
             if path and branch.name in gated:
-                named[path[0]].append(branch.name)
+                named[path].append(branch.name)
+        if self.by_layer:
+            first = next(branch.name for branch in self.plan.branches)
+            return [(name,) for names in named.values() for name in names if name != first]
         return [
             tuple(names)
             for path, names in named.items()
             if {each for each in self.plan.tensors if each.startswith(f"{path}.")}
             <= set(dead_parameters(self.plan, names))
         ]
+
+
+def _layer_of(name: str) -> str:
+    """Return the path of the outermost numbered module that holds a tensor; empty for others."""
+    path = re.match(r".*?\.\d+(?=\.)", name)
+    return path[0] if path else ""
 
 
 def _names(fields: Collection[Field]) -> str:
@@ -351,8 +373,8 @@ def loadable(
             f"loadable_by={by!r} is for models of a class in transformers, which its "
             f"configuration builds; this is a {type(model).__qualname__}"
         )
-    data = configuration_of(model)
-    found = Loadable(plan, model, Configured(type(model), data).with_numbers())
+    configured = _configured(model, by, example)
+    found = Loadable(plan, model, configured.with_numbers(), PROGRAMS[by])
     for layout in ours:
         found.leave_whole(
             axes_of(layout) & found.slots, "without it takes a layer of l0prune's own"
@@ -366,10 +388,23 @@ def loadable(
     if not kept:
         raise NothingToPrune(f"nothing can be cut that {by} loads by itself: {_reasons(found)}")
     allowed = {name: of for group, of in found.widths().items() for name in groups[group]}
-    together = (*map(tuple, groups.values()), *layers)
+    together = tuple(tuple(names) for names in (*groups.values(), *layers) if len(names) > 1)
     result = replace(plan.select(kept), together=together, allowed=allowed)
     _warn_of_cost(found, result, by)
     return result
+
+
+def _configured(model: nn.Module, by: str, example: Inputs) -> Configured:
+    """Return the class that the program builds, by its configuration of this model."""
+    if by != "vllm":
+        return Configured(type(model), configuration_of(model))
+    if why := why_no_llama(model, example):
+        raise UsageError(
+            f"vLLM's class for layers that differ, DeciLMForCausalLM, computes what a Llama does: "
+            f"{why}. With loadable_by='transformers' layers stay alike, and vLLM loads the result "
+            "if it has a class for this model"
+        )
+    return Configured(llama_class(), llama_settings(model))
 
 
 def _reasons(found: Loadable, most: int = 4) -> str:
@@ -390,9 +425,11 @@ def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
     )
     branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
     alone = len(branches - set(result.names))
-    blocks = f" Branches that are no whole layer have no gate: {alone}." if alone else ""
+    which = "The first branch has" if found.by_layer else "Branches that are no whole layer have"
+    blocks = f" {which} no gate: {alone}." if alone else ""
+    own = f" but for {_names(found.by_layer)}, of which each has its own" * bool(found.by_layer)
     whole = f" These stay whole: {_reasons(found)}." if found.whole else ""
     warn(
-        f"for {by} to load the result by itself, layers keep one width, and gates reach {shares}."
-        f"{whole}{blocks}"
+        f"for {by} to load the result by itself, layers keep one width{own}, and gates reach "
+        f"{shares}.{whole}{blocks}"
     )

@@ -8,7 +8,7 @@ finer axis over a layout, slot by slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeAlias, TypeVar
@@ -170,6 +170,16 @@ def with_children(layout: Term[Any], convert: Callable[[Any], Layout]) -> Layout
 def only(layout: Layout, axes: frozenset[int]) -> Layout:
     """The layout with every axis that is not in ``axes`` made constant."""
     return substitute(layout, lambda s: s if s.axis in axes else Const(s.size))
+
+
+def without_factors(layout: Layout, axes: Collection[int]) -> Layout:
+    """The layout with each product that has one of these axes for a factor without it."""
+    if isinstance(layout, Prod):
+        left = tuple(f for f in layout.factors if not (isinstance(f, Slots) and f.axis in axes))
+        if len(left) == 1 < len(layout.factors):
+            return without_factors(left[0], axes)
+        layout = Prod(left)
+    return with_children(layout, lambda child: without_factors(child, axes))
 
 
 def show(layout: Layout, names: Sequence[str]) -> str:

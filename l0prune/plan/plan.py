@@ -31,6 +31,7 @@ from l0prune.plan.layout import (
     only,
     picked,
     substitute,
+    without_factors,
 )
 
 
@@ -399,7 +400,10 @@ class Plan:
                 return Const(slots.stop - slots.start)
             return Slots(numbers[slots.axis], slots.start, slots.stop)
 
+        gone = {n for n, axis in enumerate(self.axes) if axis.kind == KIND and n not in numbers}
+
         def convert(layout: Layout) -> Layout:
+            layout = without_factors(layout, gone)
             if isinstance(layout, Gated) and not axes_of(substitute(layout.fine, leaf)):
                 layout = layout.base
             return substitute(layout, leaf)

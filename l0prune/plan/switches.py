@@ -23,7 +23,7 @@ from l0prune.plan.layout import (
     Slots,
     children,
     substitute,
-    with_children,
+    without_factors,
 )
 from l0prune.plan.plan import Axis, Plan, Site
 
@@ -78,16 +78,7 @@ def under_switches(plan: Plan) -> Callable[[Layout], Layout]:
 
 def without_switches(plan: Plan, layout: Layout) -> Layout:
     """The layout as it was before the plan had switches."""
-    if isinstance(layout, Prod):
-        left = tuple(factor for factor in layout.factors if not _is_switch(plan, factor))
-        if len(left) == 1 < len(layout.factors):
-            return without_switches(plan, left[0])
-        layout = Prod(left)
-    return with_children(layout, lambda child: without_switches(plan, child))
-
-
-def _is_switch(plan: Plan, layout: Layout) -> bool:
-    return isinstance(layout, Slots) and plan.axes[layout.axis].kind == KIND
+    return without_factors(layout, {n for n, axis in enumerate(plan.axes) if axis.kind == KIND})
 
 
 def switch(number: int) -> Layout:

@@ -71,6 +71,19 @@ def test_shrink_writes_what_transformers_loads_alone(done, folder):
 
 
 @pytest.mark.slow
+def test_shrink_and_export_write_what_vllm_serves(done, refused, folder):
+    data = ("--data", f"{folder / 'a.txt'}:16", "--batch-size", "4")
+    options = ("--loadable-by", "vllm", "--budget", "macs=0.8", "--vllm", "served")
+    told, _ = done("shrink", f"transformers:{folder / 'llama'}", *data, *options, "--json")
+    assert told["files"] == ["served"]
+    assert "vllm serve served" in told["loads"]
+    done("gate", f"transformers:{folder / 'llama'}", *data[:2], "--out", "any.pt")
+    assert "vllm serve again" in done("export", "any.pt", "--vllm", "again", "--json")[0]["loads"]
+    done("gate", "torchvision:squeezenet1_1", "--input", "1x3x64x64", "--out", "net.pt")
+    assert "no class of transformers" in refused(2, "export", "net.pt", "--vllm", "none")
+
+
+@pytest.mark.slow
 def test_finetune_distils_on_a_text(found, folder):
     data = ("--data", f"{folder / 'a.txt'}:16")
     found("gate", f"transformers:{folder / 'llama'}", *data, "--out", "d.pt")

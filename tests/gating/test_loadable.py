@@ -33,7 +33,7 @@ def gated(model, inputs=TEXT, **options):
     """The model, and what the warning said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", L0pruneWarning)
-        l0prune.gate(model, (), inputs, loadable_by="transformers", **options)
+        l0prune.gate(model, (), inputs, **{"loadable_by": "transformers"} | options)
     return model, " ".join(str(each.message) for each in caught)
 
 
@@ -109,11 +109,29 @@ def test_widths_of_numbers_that_code_divides_are_those_that_it_takes(tmp_path):
     assert config.hidden_size % 6 == 0
 
 
+def test_vllm_takes_a_width_by_layer_and_branches_one_by_one():
+    inputs = {"input_ids": TEXT["input_ids"][:, :3]}
+    model, said = gated(built("llama", **LLAMA), inputs, loadable_by="vllm")
+    plan = l0prune.gates(model).plan
+    kinds = {axis.name: axis.kind for axis in plan.axes}
+    heads = tuple(name for name in plan.names if name.endswith("heads"))
+    assert plan.together == (heads,)
+    assert [name for name in plan.names if kinds[name] == "branch"] == [
+        "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp",
+    ]  # fmt: skip
+    assert "model.layers.1.mlp.gate_proj" not in plan.allowed
+    assert plan.allowed["model.embed_tokens"] == (6, 12, 18, 24)
+    assert "one width but for intermediate_size" in said
+    assert "The first branch has no gate: 1" in said
+
+
 def test_what_it_cannot_be_is_refused():
     plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with pytest.raises(UsageError, match=r"is for models of a class in transformers.*a Sequential"):
         l0prune.gate(plain, torch.randn(2, 4), loadable_by="transformers")
-    with pytest.raises(UsageError, match=r"loadable_by is one of 'transformers', not 'ollama'"):
+    with pytest.raises(
+        UsageError, match=r"loadable_by is one of 'transformers', 'vllm', not 'ollama'"
+    ):
         l0prune.gate(plain, torch.randn(2, 4), loadable_by="ollama")
     model = built("bert")
     with pytest.raises(UsageError, match="its own class"):

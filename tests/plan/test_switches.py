@@ -61,6 +61,15 @@ def switch_names(plan):
     return [axis.name for axis in plan.axes if axis.kind == "branch"]
 
 
+def test_a_switch_that_is_not_selected_is_as_if_it_had_never_been(plain, plan):
+    for name in switch_names(plan):
+        others = [each for each in plan.names if each != name]
+        found, expected = plan.select(others), switched(plain, others)
+        assert found.names == expected.names
+        assert set(found.sites) == set(expected.sites)
+        assert found.tensors == expected.tensors
+
+
 def test_every_count_is_that_of_the_network_without_them(plan):
     """Against the parameters of networks that are built without."""
     names = switch_names(plan)
