@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
+    from l0prune.exporting.vocabulary.cut import shrink_vocabulary
+    from l0prune.exporting.vocabulary.result import SmallerVocabulary
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
     from l0prune.files.smaller_model import from_pretrained, resize
@@ -66,6 +68,7 @@ _HOMES = {
     "Pruner": "training.pruner",
     "Report": "report.report",
     "Settings": "training.settings",
+    "SmallerVocabulary": "exporting.vocabulary.result",
     "Survey": "report.survey",
     "Task": "running.task",
     "add_exits": "training.exits",
@@ -92,6 +95,7 @@ _HOMES = {
     "score": "selection.scores",
     "scores": "selection",
     "shrink": "report.shrink",
+    "shrink_vocabulary": "exporting.vocabulary.cut",
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",
@@ -119,6 +123,7 @@ __all__ = [
     "Pruner",
     "Report",
     "Settings",
+    "SmallerVocabulary",
     "Survey",
     "Task",
     "__version__",
@@ -146,6 +151,7 @@ __all__ = [
     "score",
     "scores",
     "shrink",
+    "shrink_vocabulary",
     "survey",
     "train_dense",
     "ungate",

@@ -20,6 +20,7 @@ from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import Command
 from l0prune.cli.measure import measure
 from l0prune.cli.shrink import shrink
+from l0prune.cli.vocabulary import vocabulary
 
 _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
@@ -34,7 +35,10 @@ Or all of it on embedded data: l0prune run digits-lenet
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-COMMANDS = (survey, gate, measure, fit, shrink, finetune, export, evaluate, runs.run, runs.report)
+COMMANDS = (
+    *(survey, gate, measure, fit, shrink, vocabulary, finetune, export, evaluate),
+    *(runs.run, runs.report),
+)
 for command in COMMANDS:
     app.command(cls=Command)(command)
 app.add_typer(runs.app, name="recipes")

@@ -94,7 +94,7 @@ def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Te
         UsageError: there is no tokenizer, or the windows are too short.
     """
     known = tokenizer_of(tokenizer)
-    parts = [windows(_texts(files), known, length) for files in _parts(paths) if files]
+    parts = [windows(_read(files), known, length) for files in _parts(paths) if files]
     return (parts[0], parts[1]) if len(parts) == 2 else _held_out(parts[0])
 
 
@@ -123,7 +123,16 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _texts(files: Sequence[Path]) -> list[str]:
+def texts_in(path: Path) -> list[str]:
+    """Return the text of a file, or those of the text files below a folder.
+
+    Raises:
+        DataError: there are none, or they are no text in UTF-8.
+    """
+    return _read(_files(path))
+
+
+def _read(files: Sequence[Path]) -> list[str]:
     texts = []
     for file in files:
         try:

@@ -60,11 +60,18 @@ def analyse(captured: Captured) -> Analysis:
     take_apart(captured.program)
     infer = Inference(captured)
     infer.run()
+    return analysed(infer)
+
+
+def analysed(infer: Inference, only: Var | None = None) -> Analysis:
+    """Lay a finished inference down as a plan; see ``Builder.build``."""
     builder = Builder(infer)
-    plan = builder.build()
+    plan = builder.build(only)
     layouts = builder.node_layouts()
     whole = tuple(whole_streams(infer, builder.numbers, builder.fine, plan.pins))
-    return Analysis(captured, plan, layouts, infer.picks, infer.closed, builder.branches, whole)
+    return Analysis(
+        infer.captured, plan, layouts, infer.picks, infer.closed, builder.branches, whole
+    )
 
 
 @dataclass
@@ -81,16 +88,23 @@ class Builder:
     sizes: list[int] = field(default_factory=list)
     branches: Branches = field(default_factory=Branches)
 
-    def build(self) -> Plan:
-        """The plan of the inferred graph."""
+    def build(self, only: Var | None = None) -> Plan:
+        """The plan of the inferred graph.
+
+        ``only`` this variable is an axis where one is given, whatever pins it, and no gates act.
+        """
         self._index_events()
-        self._pin_repeated()
-        for var in list(self.writes):
-            self._decide(var)
+        if only is None:
+            self._pin_repeated()
+            for var in list(self.writes):
+                self._decide(var)
+        else:
+            self.acting[only] = {}
         for var in self.acting:
             self.numbers[var] = len(self.sizes)
             self.sizes.append(var.size)
-        self._add_fine_axes()
+        if only is None:
+            self._add_fine_axes()
         axes = self._axes()
         self.branches = branches(self.infer, self.numbers, [axis.name for axis in axes])
         plan = Plan(

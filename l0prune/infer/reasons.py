@@ -163,6 +163,8 @@ class Namer:
     def name(self, var: Var) -> tuple[str, str]:
         """Name and kind of an axis."""
         writes = self.writes[var]
+        if not writes:  # of a table whose rows nothing writes
+            return self._unique(self.given[var]), self.kinds[var]
         write = next((w for w in writes if self.infer.has_rows(w.place[0])), writes[0])
         by_conv = "conv" in operator_name(write.node.target)
         kind = self.kinds.get(var, "channel" if by_conv else "neuron")

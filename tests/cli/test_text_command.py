@@ -89,3 +89,26 @@ def test_finetune_distils_on_a_text(found, folder):
     found("gate", f"transformers:{folder / 'llama'}", *data, "--out", "d.pt")
     options = ("--budget", "macs=0.8", "--epochs", "2", "--set", "distill=1", "--no-report")
     assert found("finetune", "d.pt", *options)["perplexity"] < 20
+
+
+def test_vocabulary_writes_a_model_and_its_tokenizer(done, refused, folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (tmp_path / "few.txt").write_text("the dog runs to the sea", encoding="utf-8")
+    (tmp_path / "ids").write_text("1, 5\n", encoding="utf-8")
+    asked = ("vocabulary", f"transformers:{folder / 'llama'}")
+    given = ("--text", tmp_path / "few.txt", "--ids", tmp_path / "ids", "--out", "few")
+    told, _ = done(*asked, *given, "--json")
+    assert (told["tokens_before"], told["tokens"], told["coverage"]) == (11, 7, 1.0)
+    small, whole = (
+        AutoModelForCausalLM.from_pretrained(path) for path in ("few", folder / "llama")
+    )
+    ids = [
+        AutoTokenizer.from_pretrained(path)("the dog a")["input_ids"]
+        for path in ("few", folder / "llama")
+    ]
+    assert ids == [[1, 2, 3], [1, 3, 5]]
+    expected = whole(torch.tensor(ids[1:])).logits[..., [0, 1, 3, 5, 8, 9, 10]]
+    torch.testing.assert_close(small(torch.tensor(ids[:1])).logits, expected)
+    assert "which tokens stay" in refused(2, *asked)
+    assert "no file of ids" in refused(2, *asked, "--ids", tmp_path / "few.txt")

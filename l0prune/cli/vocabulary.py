@@ -1,0 +1,99 @@
+"""``l0prune vocabulary``: a language model with the tokens alone that a text needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import l0prune
+from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.options import (
+    Input,
+    Json,
+    Model,
+    ModelOption,
+    Tokenizer,
+    TrustPickle,
+    Weights,
+    open_model,
+)
+from l0prune.cli.project import output_path
+from l0prune.errors import UsageError
+
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(help="A file or folder of text whose tokens stay; several times for several."),
+]
+Ids = Annotated[
+    Path | None, typer.Option(help="A file of ids that stay, in place of a text or beside it.")
+]
+Size = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of the new vocabulary [as many tokens as occur in the text]."),
+]
+Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.vocabulary.")]
+
+
+def vocabulary(
+    model: Model = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    text: Text = None,
+    ids: Ids = None,
+    size: Size = None,
+    tokenizer: Tokenizer = None,
+    input_: Input = None,
+    out: Out = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Cut a language model's vocabulary, and its tokenizer with it, to what a text needs.
+
+    Rows of the embedding and of the head go, and those logits; all others stay the same, exactly.
+    The folder has the model, the tokenizer, and the former ids of its tokens.
+
+    Examples:
+        l0prune vocabulary transformers:DIR --text corpus.txt --size 8192
+        l0prune vocabulary transformers:DIR --text docs/ --out small
+    """
+    if not text and ids is None:
+        raise UsageError("say which tokens stay: --text FILE, or --ids FILE")
+    spec, module = open_model(model, model_option, weights, trust_pickle)
+    with shown(err):
+        result = l0prune.shrink_vocabulary(
+            module,
+            tokenizer,
+            text=text,
+            ids=None if ids is None else _read(ids),
+            size=size,
+            inputs=None if input_ is None else _example(input_),
+        )
+        folder = output_path(out, spec, ".vocabulary")
+        result.save(folder)
+    emit({"folder": str(folder), **result.to_dict()}, json, str(result))
+    if not json:
+        say(f"written: {folder}")
+
+
+def _read(path: Path) -> list[int]:
+    """Return the ids in a file: numbers with spaces, lines or commas between them.
+
+    Raises:
+        UsageError: it cannot be read, or holds something else.
+    """
+    try:
+        words = path.read_text(encoding="utf-8").replace(",", " ").strip("[] \n").split()
+        return [int(word) for word in words]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no file of ids, such as 5, 17, 301: {error}") from error
+
+
+def _example(text: str) -> Any:
+    from l0prune.files.model_sources import parse_input  # loads torch
+
+    args, kwargs = parse_input(text)
+    if args and kwargs:
+        raise UsageError(f"--input {text}: give all inputs by name, or none")
+    return kwargs or args

@@ -1,0 +1,316 @@
+"""Tokenizers of fewer tokens, as the JSON of the ``tokenizers`` library.
+
+A text whose tokens all stay is written with the same tokens as before. For WordPiece (the longest
+piece that fits comes first) and Unigram (the path of the largest score) that is so for any tokens
+that stay, as what was chosen among all is what is chosen among fewer. BPE also needs the tokens
+that a token is merged from: the same merges are then the first that apply.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from l0prune.capture.configurations import quietly
+from l0prune.errors import UsageError
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # of a tokenizer that falls back to bytes
+_MODELS = ("BPE", "WordPiece", "Unigram", "WordLevel")
+
+
+def backend_of(tokenizer: Any) -> Any:
+    """Return the ``tokenizers.Tokenizer`` that a tokenizer is, or works with.
+
+    Raises:
+        UsageError: it works with none.
+    """
+    found = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not (hasattr(found, "to_str") and hasattr(found, "encode_batch")):
+        raise UsageError(
+            f"the vocabulary of a {type(tokenizer).__name__} cannot be cut: only tokenizers of the "
+            "tokenizers library, and those of transformers that work with one, say how they make "
+            "their tokens. Where transformers has a fast version, load that (use_fast=True)"
+        )
+    return found
+
+
+# Files beside tokenizer.json from which a class of transformers would make the whole vocabulary.
+_OTHERS = (".txt", ".model", ".tiktoken", "vocab.json", "merges.json", "added_tokens.json")
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+
+def renewed(tokenizer: Any, backend: Any) -> Any:
+    """Return a tokenizer like this one that works with another ``tokenizers.Tokenizer``.
+
+    It has the settings of the first (its special tokens, its chat template).
+
+    Raises:
+        UsageError: transformers loads another one than was written.
+    """
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return backend
+    from transformers import PreTrainedTokenizerFast
+
+    with quietly(), tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in Path(folder).iterdir():
+            if path.name.endswith(_OTHERS):
+                path.unlink()
+        backend.save(str(Path(folder, _FILE)))
+        settings = json.loads(Path(folder, _SETTINGS).read_text(encoding="utf-8"))
+        settings.pop("added_tokens_decoder", None)  # in the other file, too
+        Path(folder, _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+        for kind in (type(tokenizer), PreTrainedTokenizerFast):
+            with suppress(Exception):  # a class may want files that are not there any more
+                found = kind.from_pretrained(folder)
+                if json.loads(found.backend_tokenizer.to_str()) == json.loads(backend.to_str()):
+                    found.name_or_path = ""
+                    return found
+    raise UsageError(
+        f"transformers makes something else of the cut tokenizer than the {type(tokenizer).__name__}"
+        " that it was: give the tokenizers.Tokenizer itself (tokenizer.backend_tokenizer)"
+    )
+
+
+class CutTokenizer:
+    """Tokens of a tokenizer, which of them the others need, and the tokenizer of some of them.
+
+    Attributes:
+        tokens: by id, what each token is; added ones included.
+        required: the ids without which it is none: special tokens, those that it puts around a
+            text, bytes, the unknown token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Read a tokenizer, which stays as it is.
+
+        Raises:
+            UsageError: it works with no ``tokenizers.Tokenizer``, or one of another model.
+        """
+        self._backend = backend_of(tokenizer)
+        self._data: dict[str, Any] = json.loads(self._backend.to_str())
+        self._model: dict[str, Any] = self._data["model"]
+        if self._model.get("type") not in _MODELS:
+            raise UsageError(
+                f"a tokenizer of the model {self._model.get('type')!r} cannot be cut, one of "
+                f"{', '.join(_MODELS)} can"
+            )
+        self._added = {each["content"]: each["id"] for each in self._data["added_tokens"]}
+        self._ids = {**self._of_model(), **self._added}
+        self.tokens = {number: token for token, number in self._ids.items()}
+        self.required = frozenset(self._required())
+
+    def count(self, texts: Iterable[str]) -> Counter[int]:
+        """Count the tokens of texts, without those that a tokenizer puts around them."""
+        backend = type(self._backend).from_str(self._backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        found: Counter[int] = Counter()
+        for text in texts:
+            found.update(backend.encode(text, add_special_tokens=False).ids)
+        return found
+
+    def chosen(
+        self, order: Iterable[int], size: int | None = None, more: Sequence[int] = ()
+    ) -> list[int]:
+        """Choose the tokens that stay, each with those that it is made of.
+
+        Args:
+            order: ids, the most wanted first.
+            size: how many stay; where ``order`` is too short, the first of the others. By default
+                all in ``order``, and what these need.
+            more: ids that stay beside those of ``required``.
+
+        Returns:
+            The ids, ascending.
+
+        Raises:
+            UsageError: the tokens that have to stay are more than ``size``.
+        """
+        kept = {each for number in (*self.required, *more) for each in self.needed_by(number)}
+        if size is not None and len(kept) > size:
+            raise UsageError(
+                f"a vocabulary of {size:,} tokens is too small: {len(kept):,} have to stay "
+                "(special tokens, bytes, and what these are made of)"
+            )
+        others = sorted(self.tokens) if size is not None else ()
+        for number in (*order, *others):
+            if len(kept) == size:
+                break
+            if number not in kept:
+                wanted = kept | self.needed_by(number)
+                kept = wanted if size is None or len(wanted) <= size else kept
+        return sorted(kept)
+
+    def needed_by(self, number: int) -> frozenset[int]:
+        """The token of this id with those that it is merged from, and the letters in it."""
+        token = self.tokens[number]
+        if token in self._added:
+            return frozenset({number})
+        made_of = self._merged_from(token) if self._model["type"] == "BPE" else ()
+        names = (*made_of, *self._letters(token))
+        return frozenset({number, *(self._ids[each] for each in names if each in self._ids)})
+
+    def cut(self, kept: Sequence[int]) -> Any:
+        """Return the ``tokenizers.Tokenizer`` of these ids, numbered in their order.
+
+        Raises:
+            UsageError: the library gives the tokens other numbers.
+        """
+        new = {old: number for number, old in enumerate(kept)}
+        data = json.loads(json.dumps(self._data))
+        self._cut_model(data["model"], new)
+        data["added_tokens"] = [
+            {**each, "id": new[each["id"]]} for each in data["added_tokens"] if each["id"] in new
+        ]
+        _renumber(data["post_processor"], new)
+        if data.get("padding"):
+            data["padding"]["pad_id"] = new[data["padding"]["pad_id"]]
+        result = type(self._backend).from_str(json.dumps(data))
+        wrong = [old for old in kept if result.token_to_id(self.tokens[old]) != new[old]]
+        if wrong or result.get_vocab_size(with_added_tokens=True) != len(new):
+            token = self.tokens[wrong[0]] if wrong else ""
+            raise UsageError(
+                f"the tokenizers library numbers the tokens that stay in another order ({token!r}), "
+                "as added tokens lie between those of the model: keep these, too (ids=…)"
+            )
+        return result
+
+    def _of_model(self) -> dict[str, int]:
+        """Ids of the model's own tokens."""
+        vocab = self._model["vocab"]
+        if self._model["type"] != "Unigram":
+            return dict(vocab)
+        return {piece: number for number, (piece, _) in enumerate(vocab)}
+
+    def _required(self) -> Iterator[int]:
+        yield from (each["id"] for each in self._data["added_tokens"] if each["special"])
+        yield from _numbers(self._data["post_processor"])
+        if self._data.get("padding"):
+            yield self._data["padding"]["pad_id"]
+        unknown = self._model.get("unk_token")
+        if unknown in self._ids:
+            yield self._ids[unknown]
+        if self._model["type"] == "Unigram":
+            if self._model.get("unk_id") is not None:
+                yield self._model["unk_id"]
+            scores = [score for _, score in self._model["vocab"]]
+            yield scores.index(min(scores))  # from which an unknown piece has its score
+        yield from (self._ids[token] for token in self._bytes if token in self._ids)
+
+    @cached_property
+    def _bytes(self) -> frozenset[str]:
+        """Tokens of single bytes; none where the tokenizer does not go down to bytes."""
+        if any(each.get("type") == "ByteLevel" for each in _objects(self._data)):
+            from tokenizers.pre_tokenizers import ByteLevel
+
+            return frozenset(ByteLevel.alphabet())
+        if self._model.get("byte_fallback"):
+            return frozenset(token for token in self._ids if _BYTE.fullmatch(token))
+        return frozenset()
+
+    @property
+    def _ends(self) -> tuple[str, str]:
+        """What a piece begins with that begins no word, and what one ends with that ends one."""
+        prefix, suffix = (
+            self._model.get(f"{name}") or ""
+            for name in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
+        return prefix, suffix
+
+    def _letters(self, token: str) -> Iterator[str]:
+        """Tokens of single letters with which what the token was can be written without it."""
+        prefix, suffix = self._ends
+        bare = token.removeprefix(prefix).removesuffix(suffix)
+        for letter in () if self._bytes else set(bare):
+            yield from (letter, prefix + letter, letter + suffix)
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[str, str], int]:
+        """Order of the merges, by what they merge."""
+        pairs = (
+            tuple(each.split(" ") if isinstance(each, str) else each)
+            for each in self._model["merges"]
+        )
+        return {(first, second): rank for rank, (first, second) in enumerate(pairs)}
+
+    def _merged_from(self, token: str) -> set[str]:
+        """Every token that BPE makes on its way to this one, letters included; none if it does not.
+
+        A word that has the token in it goes the same way there: no merge reaches across its ends,
+        or it would not be a token of the word.
+        """
+        prefix, suffix = self._ends
+        starts = prefix if prefix and token.startswith(prefix) else ""
+        ends = suffix if suffix and token.endswith(suffix) else ""
+        letters = token[len(starts) : len(token) - len(ends)]
+        parts = [(prefix if place else starts) + letter for place, letter in enumerate(letters)]
+        parts[-1:] = [last + ends for last in parts[-1:]]
+        found = set(parts)
+        while len(parts) > 1:
+            ranks = [self._ranks.get(pair, -1) for pair in zip(parts, parts[1:], strict=False)]
+            known = [rank for rank in ranks if rank >= 0]
+            if not known:
+                return set()
+            at = ranks.index(min(known))
+            parts[at : at + 2] = [parts[at] + parts[at + 1][len(prefix) :]]
+            found.add(parts[at])
+        return found if parts == [token] else set()
+
+    def _cut_model(self, model: dict[str, Any], new: dict[int, int]) -> None:
+        """Leave of the model what makes the tokens that stay; in place."""
+        if model["type"] == "Unigram":
+            model["vocab"] = [each for old, each in enumerate(model["vocab"]) if old in new]
+            if model.get("unk_id") is not None:
+                model["unk_id"] = new[model["unk_id"]]
+            return
+        vocab = {token: new[old] for token, old in model["vocab"].items() if old in new}
+        model["vocab"] = vocab
+        if model["type"] == "BPE":
+            length = len(self._ends[0])
+            model["merges"] = [
+                list(pair)
+                for pair in self._ranks
+                if {*pair, pair[0] + pair[1][length:]} <= vocab.keys()
+            ]
+
+
+def _objects(data: Any) -> Iterator[dict[str, Any]]:
+    """Every object in JSON data, but for the tokens of a model."""
+    if isinstance(data, dict):
+        yield data
+        for name, value in data.items():
+            yield from () if name in ("vocab", "merges") else _objects(value)
+    elif isinstance(data, list):
+        for each in data:
+            yield from _objects(each)
+
+
+def _numbers(processor: Any) -> Iterator[int]:
+    """Ids of the tokens that a tokenizer puts around a text."""
+    found: list[int] = []
+    _each_number(processor, lambda number: found.append(number) or number)
+    yield from found
+
+
+def _renumber(processor: Any, new: dict[int, int]) -> None:
+    """Give what puts tokens around a text the new ids; in place."""
+    _each_number(processor, new.__getitem__)
+
+
+def _each_number(processor: Any, change: Callable[[int], int]) -> None:
+    """Put ``change(id)`` in place of every id in what is put around a text."""
+    for each in _objects(processor):
+        for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing
+            if isinstance(each.get(name), list):
+                each[name][1] = change(each[name][1])
+        if isinstance(each.get("special_tokens"), dict):  # of TemplateProcessing
+            for token in each["special_tokens"].values():
+                token["ids"] = [change(number) for number in token["ids"]]

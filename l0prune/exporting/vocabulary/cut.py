@@ -1,0 +1,290 @@
+"""``l0prune.shrink_vocabulary``: a model and its tokenizer with the tokens that a text needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.capture import capture
+from l0prune.capture.compat import pytree
+from l0prune.capture.configurations import sizes_of
+from l0prune.capture.copying import copied_around
+from l0prune.capture.example_inputs import keep, plain
+from l0prune.capture.sizes import Inputs
+from l0prune.data.cut_tokenizer import CutTokenizer, renewed
+from l0prune.data.dataset import as_arguments
+from l0prune.data.text import texts_in, tokenizer_of
+from l0prune.errors import CertificateError, UsageError
+from l0prune.exporting.certify.answers import Answer, answers_of
+from l0prune.exporting.certify.certificate import Check
+from l0prune.exporting.own_class.choice import Reference, choose, own_class
+from l0prune.exporting.slicing.kept_slots import KeptSlots
+from l0prune.exporting.slicing.tensors import cut, stored_in
+from l0prune.exporting.vocabulary.numbers import renumber, set_rows, token_ids_in
+from l0prune.exporting.vocabulary.result import SmallerVocabulary
+from l0prune.files.example_guess import guess_example
+from l0prune.files.model_sources import parse_input
+from l0prune.gating.attaching import check_ungated
+from l0prune.infer.own_code import with_code
+from l0prune.infer.vocabulary import Vocabulary, vocabulary_of
+from l0prune.plan.layout import axes_of
+from l0prune.running.stages import stage
+
+
+def shrink_vocabulary(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    text: str | Path | Iterable[str | Path] | None = None,
+    ids: Iterable[int] | None = None,
+    size: int | None = None,
+    inputs: Any = None,
+) -> SmallerVocabulary:
+    """Cut a model's vocabulary to the tokens that a text needs, and its tokenizer with it.
+
+    The rows of the embedding go, and those of the head that is tied to it or not, and with these
+    logits. The ids that stay are numbered anew in their order. What is left is exact: where the
+    tokenizer writes a text with tokens that all stay, the smaller one writes it with the same, and
+    the smaller model gives the same logits for these; that is shown on examples. Other text is
+    written with the tokens that there are.
+
+    Special tokens stay, those that the configuration names, and tokens that others are made of.
+
+    Args:
+        model: of its own class, without gates: cut the vocabulary first. It stays as it is.
+        tokenizer: one of ``tokenizers``, or of transformers that works with such a one, or a name
+            or folder of one. By default that of the model.
+        text: a text, paths of files and folders of text, or several of both: the tokens that occur
+            in it stay, or the most frequent of them where a ``size`` is given.
+        ids: tokens that stay, in place of a text or beside it.
+        size: of the new vocabulary, exactly.
+        inputs: examples of what the model takes. By default they are guessed.
+
+    Raises:
+        UsageError: the tokenizer is of another kind or of another model, the size is too small,
+            no table is read by ids, or the model's class cannot be had at these sizes.
+        AlreadyGated: the model carries gates.
+        CaptureError: torch.export cannot follow the model.
+        CertificateError: the smaller model computes something else.
+    """
+    check_ungated(model)
+    if text is None and ids is None:
+        raise UsageError("say which tokens stay: by a text (text=…), or by their ids (ids=…)")
+    known = tokenizer if hasattr(tokenizer, "encode_batch") else tokenizer_of(tokenizer or model)
+    cutter = CutTokenizer(known)
+    counts = cutter.count(() if text is None else _texts(text))
+    chosen = _chosen(cutter, counts, [] if ids is None else list(ids), size, token_ids_in(model))
+    was_training = model.training
+    found = _captured(model, cutter, inputs)
+    module, checks = _cut_model(model, found, chosen, frozenset(cutter.required))
+    module.train(was_training)
+    whole = sum(counts.values())
+    kept = set(chosen)
+    covered = sum(count for number, count in counts.items() if number in kept)
+    return SmallerVocabulary(
+        module,
+        renewed(known, cutter.cut(chosen)),
+        torch.tensor(chosen),
+        tuple(cutter.tokens.get(number, "") for number in range(found.rows)),
+        params_before=sum(each.numel() for each in model.parameters()),
+        coverage=covered / whole if whole else None,
+        checks=checks,
+    )
+
+
+def _texts(text: str | Path | Iterable[str | Path]) -> Iterable[str]:
+    for each in (text,) if isinstance(text, str | Path) else text:
+        yield from texts_in(each) if isinstance(each, Path) else (each,)
+
+
+def _chosen(
+    cutter: CutTokenizer,
+    counts: Counter[int],
+    ids: Sequence[int],
+    size: int | None,
+    named: set[int],
+) -> list[int]:
+    """Return the ids that stay, ascending."""
+    strange = [number for number in ids if number not in cutter.tokens]
+    if strange:
+        raise UsageError(
+            f"the tokenizer has no token of the id {strange[0]}: its ids are those of "
+            f"{len(cutter.tokens):,} tokens"
+        )
+    if size is not None and size > len(cutter.tokens):
+        raise UsageError(
+            f"a vocabulary of {size:,} tokens is none that is smaller: the tokenizer has "
+            f"{len(cutter.tokens):,}"
+        )
+    order = [number for number, _ in counts.most_common()]
+    more = [*ids, *(number for number in sorted(named) if number in cutter.tokens)]
+    return cutter.chosen(order, size, more)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A captured model with the axis of its vocabulary.
+
+    Attributes:
+        vocabulary: of its graph.
+        example: what it was captured with.
+        is_guessed: whether that has no ids of the user's.
+        places: which of the tensors in the example are ids.
+    """
+
+    vocabulary: Vocabulary
+    example: Inputs
+    is_guessed: bool
+    places: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows before the cut."""
+        return self.vocabulary.analysis.plan.size
+
+
+def _captured(model: nn.Module, cutter: CutTokenizer, inputs: Any) -> _Captured:
+    given = parse_input(guess_example(model).text) if inputs is None else as_arguments(inputs)
+    example = keep(model, *given)
+    with stage("capturing the model"):
+        captured = capture(model, *example)
+    vocabulary = vocabulary_of(captured, max(cutter.tokens) + 1)
+    analysis = with_code(vocabulary.analysis, model)
+    named = [leaf for leaf in captured.inputs]
+    places = tuple(named.index(name) for name in vocabulary.inputs)
+    assert len(named) == len(pytree.tree_leaves(plain(example)))
+    return _Captured(replace(vocabulary, analysis=analysis), example, inputs is None, places)
+
+
+@stage("cutting the vocabulary")
+def _cut_model(
+    model: nn.Module, found: _Captured, chosen: Sequence[int], special: frozenset[int]
+) -> tuple[nn.Module, tuple[Check, ...]]:
+    """Return the model of its own class at the new size, and the comparisons that it passed."""
+    plan, numbers = found.vocabulary.analysis.plan, torch.tensor(chosen)
+    kept = torch.zeros(plan.size, dtype=torch.bool).index_fill_(0, numbers, True)
+    new = {old: number for number, old in enumerate(chosen)}
+    settled = copied_around(model).eval()
+    tensors = {}
+    sizes = sizes_of(model)
+    for name, dims in plan.tensors.items():
+        stored = stored_in(settled, name)
+        if stored is None or not any(map(axes_of, dims)):
+            continue
+        tensors[name] = cut(plan, dims, stored.detach(), kept)
+        for other in (name, *(alias for alias, first in plan.aliases.items() if first == name)):
+            sizes |= {(other, dim): size for dim, size in enumerate(tensors[name].shape)}
+    _set_padding(settled, tensors, new)
+    renumber(settled, new)
+    set_rows(settled, sizes, plan.size, len(chosen))
+    answers = _answers(model, found, numbers, special, new)
+    slots = KeptSlots(plan, kept.double(), kept)
+    own = own_class(settled, slots, tensors)
+    choice = choose(own, [_Renumbered("", settled, answers, is_trained=False)])
+    comparison = choice.comparisons[""]
+    if comparison.reason:
+        raise CertificateError(
+            f"the vocabulary of this {type(model).__name__} cannot be cut: {comparison.reason}. "
+            "The usual cause is code that has an id or the number of tokens written into it, or "
+            "computes a softmax over all tokens: let it return logits, and take its numbers from "
+            "its attributes"
+        )
+    _forget_tokenizer(choice.module)
+    return choice.module, comparison.checks
+
+
+class _Renumbered(Reference):
+    """Reference whose answers are to other ids than its module takes, so that none is asked of it."""
+
+    @property
+    def cached_step(self) -> None:  # type: ignore[override]
+        """No step with a cache: it would be given other tokens."""
+        return
+
+
+def _set_padding(
+    settled: nn.Module, cut_ones: Mapping[str, Tensor], new: Mapping[int, int]
+) -> None:
+    """Give tables of tokens the new id of padding, whose row gets no gradient; in place."""
+    tables = {id(stored_in(settled, name)) for name in cut_ones}
+    for module in settled.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in tables:
+            if module.padding_idx is not None:
+                module.padding_idx = new.get(module.padding_idx)
+
+
+def _answers(
+    model: nn.Module,
+    found: _Captured,
+    kept: Tensor,
+    special: frozenset[int],
+    new: Mapping[int, int],
+) -> tuple[Answer, ...]:
+    """What the smaller model has to answer: the logits of the model for the tokens that stay.
+
+    To the example, where other tokens than those are some of those; and to such at every place
+    but those of special tokens.
+    """
+    generator = torch.Generator().manual_seed(0)
+    plain_ones = torch.tensor([number for number in kept.tolist() if number not in special])
+    plain_ones = plain_ones if len(plain_ones) else kept
+    stays = torch.zeros(found.rows, dtype=torch.bool).index_fill_(0, kept, True)
+    fixed = torch.zeros(found.rows, dtype=torch.bool)
+    if not found.is_guessed:  # else there are no ids of anybody's in it
+        fixed[list(special)] = True
+
+    def drawn(ids: Tensor, as_is: Tensor) -> Tensor:
+        at = torch.randint(len(plain_ones), ids.shape, generator=generator)
+        other = plain_ones[at].to(ids)
+        return torch.where(as_is.to(ids.device)[ids.long()], ids, other)
+
+    given = [_with_ids(found, lambda ids: drawn(ids, which)) for which in (stays, fixed & stays)]
+    number = torch.full((found.rows,), -1).index_copy_(0, kept, torch.arange(len(kept)))
+    answers = answers_of(copied_around(model).eval(), given)
+    return tuple(
+        replace(
+            answer,
+            inputs=_with_ids(
+                replace(found, example=answer.inputs), lambda ids: number.to(ids)[ids.long()]
+            ),
+            exact=_of_kept(found, answer.exact, kept),
+            single=_of_kept(found, answer.single or (), kept),
+        )
+        for answer in answers
+    )
+
+
+def _with_ids(found: _Captured, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return the example with other ids."""
+    leaves, structure = pytree.tree_flatten(found.example)
+    changed = [
+        change(leaf) if number in found.places else leaf for number, leaf in enumerate(leaves)
+    ]
+    inputs: Inputs = pytree.tree_unflatten(changed, structure)
+    return inputs
+
+
+def _of_kept(found: _Captured, output: Sequence[Any], kept: Tensor) -> list[Any]:
+    """Return the values of an output with the logits alone of the tokens that stay."""
+    dims = iter(found.vocabulary.outputs)
+    result = []
+    for leaf in output:
+        dim = next(dims, None) if isinstance(leaf, Tensor) else None
+        is_cut = dim is not None
+        result.append(leaf.index_select(dim, kept.to(leaf.device)) if is_cut else leaf)
+    return result
+
+
+def _forget_tokenizer(module: nn.Module) -> None:
+    """Let a model of transformers no longer name the place where the whole tokenizer is."""
+    config = getattr(module, "config", None)
+    if hasattr(config, "_name_or_path"):
+        config._name_or_path = ""
+    if "name_or_path" in vars(module):
+        module.name_or_path = ""

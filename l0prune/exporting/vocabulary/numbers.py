@@ -1,0 +1,111 @@
+"""Ids of tokens in a model's configuration and modules, and the number of rows in the former."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from l0prune.capture.configurations import (
+    Configured,
+    Dim,
+    class_of_transformers,
+    configuration_of,
+    numbers_in,
+)
+
+# What transformers calls the id of a token, several of them, and such as are never generated.
+_ID = re.compile(r"_token_ids?$|_token_index$|_to_id$")
+_SUPPRESSED = re.compile(r"suppress_tokens$")
+_PADDING = "padding_idx"
+
+Number = Callable[[int], int | None]
+
+
+def token_ids_in(model: nn.Module) -> set[int]:
+    """The ids that a model's settings name: of padding, of the end of a text, of an image."""
+    found: set[int] = set()
+
+    def note(number: int) -> int:
+        found.add(number)
+        return number
+
+    for _, _, value in _named_ids(model):
+        _changed(value, note)
+    return found
+
+
+def renumber(model: nn.Module, new: Mapping[int, int]) -> None:
+    """Give the ids in a model's settings their new numbers, in place.
+
+    What is no id that stays (as -100) is left; of those that are not to be generated they go.
+    """
+    for holder, name, value in list(_named_ids(model)):
+        setattr(holder, name, _changed(value, lambda number: new.get(number, number)))
+    for config in _settings(model):
+        for name, value in list(vars(config).items()):
+            if _SUPPRESSED.search(name) and isinstance(value, list):
+                setattr(config, name, [new[number] for number in value if number in new])
+
+
+def set_rows(model: nn.Module, sizes: Mapping[Dim, int], old: int, new: int) -> None:
+    """Put the number of rows into the configuration of a model of transformers.
+
+    The numbers that count are those by which the class builds tensors of the new sizes.
+
+    Args:
+        model: whose configuration is changed, in place.
+        sizes: of its state's tensors when they are cut.
+        old: rows that there were.
+        new: rows that there are.
+    """
+    if not class_of_transformers(type(model)):
+        return
+    known: Any = model
+    data = configuration_of(model)
+    given = Configured(type(model), data)
+    fields = [field for field, value in numbers_in(data) if value == old]
+    fields.sort(key=lambda field: "vocab" not in field[-1])
+    for each in (*((field,) for field in fields), tuple(fields)):
+        if each and given.sizes(dict.fromkeys(each, new)) == sizes:
+            for field in each:
+                config = known.config
+                for key in field[:-1]:
+                    config = getattr(config, key)
+                setattr(config, field[-1], new)
+            return
+
+
+def _named_ids(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yield who holds an id or several, under which name, and these."""
+    for config in _settings(model):
+        yield from ((config, name, of) for name, of in vars(config).items() if _ID.search(name))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_id = bool(_ID.search(name)) or (
+                name == _PADDING and not isinstance(module, nn.Embedding)
+            )
+            if is_id and type(value) is int:
+                yield module, name, value
+
+
+def _settings(model: nn.Module) -> Iterator[Any]:
+    """Yield the configurations of a model, those within others, and that of its generation."""
+    pending = [getattr(model, name, None) for name in ("config", "generation_config")]
+    while pending:
+        config = pending.pop()
+        if hasattr(config, "to_json_string"):
+            yield config
+            pending += vars(config).values()
+
+
+def _changed(value: Any, change: Number) -> Any:
+    if type(value) is int:
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_changed(each, change) for each in value)
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    return value
