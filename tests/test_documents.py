@@ -175,6 +175,20 @@ def _with_a_transformer():
     return {"model": build(), "inputs": inputs, "loader": loader, "build": build}
 
 
+def _with_a_vocabulary():
+    """The same of a small Llama of 9,000 words, and a text beside it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(9000)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=9000, intermediate_size=24, **sizes))
+    Path("corpus.txt").write_text("w7 w8 w9", encoding="utf-8")
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    return {"model": model, "tokenizer": fast, "loader": []}
+
+
 GUIDES = {
     path.stem: blocks
     for path in sorted((ROOT / "docs/howto").glob("*.md"))
@@ -196,6 +210,9 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
         pytest.importorskip("transformers")
         scope = _with_a_transformer()
         args = ((), scope["inputs"])
+    elif guide == "vocabulary":
+        pytest.importorskip("transformers")
+        scope, args = _with_a_vocabulary(), ()
     else:
         scope = _with_a_network()
         args = (scope["example"],)

@@ -12,9 +12,10 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def renewed(tokenizer: Any, backend: Any) -> Any:
                     found.name_or_path = ""
                     return found
     raise UsageError(
-        f"transformers makes something else of the cut tokenizer than the {type(tokenizer).__name__}"
-        " that it was: give the tokenizers.Tokenizer itself (tokenizer.backend_tokenizer)"
+        "transformers makes something else of the cut tokenizer than the "
+        f"{type(tokenizer).__name__} that it was: give the tokenizers.Tokenizer itself "
+        "(tokenizer.backend_tokenizer)"
     )
 
 
@@ -178,8 +180,8 @@ class CutTokenizer:
         if wrong or result.get_vocab_size(with_added_tokens=True) != len(new):
             token = self.tokens[wrong[0]] if wrong else ""
             raise UsageError(
-                f"the tokenizers library numbers the tokens that stay in another order ({token!r}), "
-                "as added tokens lie between those of the model: keep these, too (ids=…)"
+                f"the tokenizers library numbers the tokens that stay ({token!r}) in another "
+                "order, as added tokens lie between those of the model: keep these, too (ids=…)"
             )
         return result
 
@@ -255,7 +257,7 @@ class CutTokenizer:
         parts[-1:] = [last + ends for last in parts[-1:]]
         found = set(parts)
         while len(parts) > 1:
-            ranks = [self._ranks.get(pair, -1) for pair in zip(parts, parts[1:], strict=False)]
+            ranks = [self._ranks.get(pair, -1) for pair in pairwise(parts)]
             known = [rank for rank in ranks if rank >= 0]
             if not known:
                 return set()
@@ -295,22 +297,19 @@ def _objects(data: Any) -> Iterator[dict[str, Any]]:
 
 def _numbers(processor: Any) -> Iterator[int]:
     """Ids of the tokens that a tokenizer puts around a text."""
-    found: list[int] = []
-    _each_number(processor, lambda number: found.append(number) or number)
-    yield from found
+    for place in _places(processor):
+        yield from (number for number in place if isinstance(number, int))
 
 
 def _renumber(processor: Any, new: dict[int, int]) -> None:
     """Give what puts tokens around a text the new ids; in place."""
-    _each_number(processor, new.__getitem__)
+    for place in _places(processor):
+        place[:] = [new[each] if isinstance(each, int) else each for each in place]
 
 
-def _each_number(processor: Any, change: Callable[[int], int]) -> None:
-    """Put ``change(id)`` in place of every id in what is put around a text."""
+def _places(processor: Any) -> Iterator[list[Any]]:
+    """The lists in which the ids are that are put around a text, maybe beside their tokens."""
     for each in _objects(processor):
-        for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing
-            if isinstance(each.get(name), list):
-                each[name][1] = change(each[name][1])
-        if isinstance(each.get("special_tokens"), dict):  # of TemplateProcessing
-            for token in each["special_tokens"].values():
-                token["ids"] = [change(number) for number in token["ids"]]
+        yield from (each[name] for name in ("sep", "cls") if isinstance(each.get(name), list))
+        if isinstance(each.get("special_tokens"), dict):
+            yield from (token["ids"] for token in each["special_tokens"].values())

@@ -7,11 +7,12 @@ plans. But ids can be given other numbers before they come in, and logits are kn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
+from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
 from l0prune.infer.build import Analysis, analysed
 from l0prune.infer.decomposition import take_apart
@@ -24,6 +25,7 @@ from l0prune.infer.nodes import (
     RESHAPES,
     called,
     operator_name,
+    shape_of,
 )
 from l0prune.infer.registry import explained
 from l0prune.infer.solver import Var, variables
@@ -83,9 +85,8 @@ def vocabulary_of(captured: Captured, least: int) -> Vocabulary:
         rows = infer.dims(weight)[0]
         if given and infer.is_parameter(weight) and rows.size >= least:
             if not isinstance(rows, Var):
-                raise UsageError(
-                    f"the rows of the table at {called(node)} are no axis of their own"
-                )
+                where = called(node)
+                raise UsageError(f"the rows of the table at {where} are no axis of their own")
             tables.append(rows)
             ids += given
     if not tables:
@@ -98,8 +99,8 @@ def vocabulary_of(captured: Captured, least: int) -> Vocabulary:
     for other in (*tables[1:], *_heads(infer, rows.size)):
         if other.size != rows.size:
             raise UsageError(
-                f"the model has tables of {rows.size:,} and of {other.size:,} rows, which cannot be "
-                "one vocabulary"
+                f"the model has tables of {rows.size:,} and of {other.size:,} rows, which cannot "
+                "be one vocabulary"
             )
         infer.solver.unify(rows, other)
     (axis,) = variables(infer.solver.resolve(rows))
@@ -122,7 +123,9 @@ def _given(infer: Inference, index: object) -> Iterator[str]:
 
 
 def _outputs(captured: Captured) -> list[Node]:
-    return [node for node in captured.graph.output_node().all_input_nodes]
+    """The tensors that the model returns, in their order."""
+    found = pytree.tree_leaves(captured.graph.output_node().args[0])
+    return [node for node in found if isinstance(node, Node) and shape_of(node) is not None]
 
 
 def _heads(infer: Inference, size: int) -> Iterator[Var]:

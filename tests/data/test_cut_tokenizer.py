@@ -2,18 +2,17 @@
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 from tokenizers import (
     Tokenizer,
     decoders,
     models,
-    normalizers,
     pre_tokenizers,
     processors,
     trainers,
 )
-
 from transformers import PreTrainedTokenizerFast
 
 from l0prune.data.cut_tokenizer import CutTokenizer, renewed
@@ -91,7 +90,7 @@ def test_text_whose_tokens_stay_is_written_with_the_same(whole):
         assert small.get_vocab_size() == len(kept)
         assert [small.id_to_token(n) for n in range(len(kept))] == [cutter.tokens[n] for n in kept]
         many = text(seed + 1, 120).split()
-        for words in (*set(many), *map(" ".join, zip(many, many[1:], strict=False))):
+        for words in (*set(many), *map(" ".join, pairwise(many))):
             before = ids(whole, words)
             if set(before) <= set(kept):
                 seen += 1

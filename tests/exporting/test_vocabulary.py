@@ -209,8 +209,8 @@ def test_what_cannot_be_is_refused():
         l0prune.shrink_vocabulary(model, words(), text=TEXT, size=3)
     with pytest.raises(UsageError, match="none that is smaller"):
         l0prune.shrink_vocabulary(model, words(), text=TEXT, size=400)
+    inputs = torch.randn(2, 12)
     with pytest.raises(UsageError, match="no input of the model chooses rows"):
-        inputs = torch.randn(2, 12)
         l0prune.shrink_vocabulary(nn.Linear(12, 40), words(), text=TEXT, inputs=inputs)
     gated = l0prune.gate(Recurrent(), (torch.zeros(2, 5, dtype=torch.int64),))
     with pytest.raises(AlreadyGated):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from l0prune.infer.own_code import with_code
 from l0prune.infer.vocabulary import Vocabulary, vocabulary_of
 from l0prune.plan.layout import axes_of
 from l0prune.running.stages import stage
+
+_PADDING = "padding_idx"
 
 
 def shrink_vocabulary(
@@ -156,9 +159,8 @@ def _captured(model: nn.Module, cutter: CutTokenizer, inputs: Any) -> _Captured:
         captured = capture(model, *example)
     vocabulary = vocabulary_of(captured, max(cutter.tokens) + 1)
     analysis = with_code(vocabulary.analysis, model)
-    named = [leaf for leaf in captured.inputs]
-    places = tuple(named.index(name) for name in vocabulary.inputs)
-    assert len(named) == len(pytree.tree_leaves(plain(example)))
+    places = tuple(captured.inputs.index(name) for name in vocabulary.inputs)
+    assert len(captured.inputs) == len(pytree.tree_leaves(plain(example)))
     return _Captured(replace(vocabulary, analysis=analysis), example, inputs is None, places)
 
 
@@ -183,7 +185,7 @@ def _cut_model(
     _set_padding(settled, tensors, new)
     renumber(settled, new)
     set_rows(settled, sizes, plan.size, len(chosen))
-    answers = _answers(model, found, numbers, special, new)
+    answers = _answers(model, found, numbers, special)
     slots = KeptSlots(plan, kept.double(), kept)
     own = own_class(settled, slots, tensors)
     choice = choose(own, [_Renumbered("", settled, answers, is_trained=False)])
@@ -200,7 +202,7 @@ def _cut_model(
 
 
 class _Renumbered(Reference):
-    """Reference whose answers are to other ids than its module takes, so that none is asked of it."""
+    """Reference whose answers are to other ids than its module takes."""
 
     @property
     def cached_step(self) -> None:  # type: ignore[override]
@@ -214,9 +216,10 @@ def _set_padding(
     """Give tables of tokens the new id of padding, whose row gets no gradient; in place."""
     tables = {id(stored_in(settled, name)) for name in cut_ones}
     for module in settled.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in tables:
-            if module.padding_idx is not None:
-                module.padding_idx = new.get(module.padding_idx)
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        padding: Any = getattr(module, _PADDING, None) if is_table else None
+        if padding is not None and id(module.weight) in tables:
+            setattr(module, _PADDING, new.get(padding))
 
 
 def _answers(
@@ -224,7 +227,6 @@ def _answers(
     found: _Captured,
     kept: Tensor,
     special: frozenset[int],
-    new: Mapping[int, int],
 ) -> tuple[Answer, ...]:
     """What the smaller model has to answer: the logits of the model for the tokens that stay.
 
@@ -232,37 +234,37 @@ def _answers(
     but those of special tokens.
     """
     generator = torch.Generator().manual_seed(0)
-    plain_ones = torch.tensor([number for number in kept.tolist() if number not in special])
-    plain_ones = plain_ones if len(plain_ones) else kept
-    stays = torch.zeros(found.rows, dtype=torch.bool).index_fill_(0, kept, True)
+    common = torch.tensor([number for number in kept.tolist() if number not in special])
+    common = common if len(common) else kept
+    new = torch.full((found.rows,), -1).index_copy_(0, kept, torch.arange(len(kept)))
     fixed = torch.zeros(found.rows, dtype=torch.bool)
     if not found.is_guessed:  # else there are no ids of anybody's in it
         fixed[list(special)] = True
 
-    def drawn(ids: Tensor, as_is: Tensor) -> Tensor:
-        at = torch.randint(len(plain_ones), ids.shape, generator=generator)
-        other = plain_ones[at].to(ids)
-        return torch.where(as_is.to(ids.device)[ids.long()], ids, other)
+    def drawn(ids: Tensor, stay: Tensor) -> Tensor:
+        at = torch.randint(len(common), ids.shape, generator=generator)
+        return torch.where(stay.to(ids.device)[ids.long()], ids, common[at].to(ids))
 
-    given = [_with_ids(found, lambda ids: drawn(ids, which)) for which in (stays, fixed & stays)]
-    number = torch.full((found.rows,), -1).index_copy_(0, kept, torch.arange(len(kept)))
-    answers = answers_of(copied_around(model).eval(), given)
+    def renumbered(ids: Tensor) -> Tensor:
+        return new.to(ids)[ids.long()]
+
+    given = [
+        _with_ids(found, found.example, partial(drawn, stay=each)) for each in (new >= 0, fixed)
+    ]
     return tuple(
         replace(
             answer,
-            inputs=_with_ids(
-                replace(found, example=answer.inputs), lambda ids: number.to(ids)[ids.long()]
-            ),
+            inputs=_with_ids(found, answer.inputs, renumbered),
             exact=_of_kept(found, answer.exact, kept),
             single=_of_kept(found, answer.single or (), kept),
         )
-        for answer in answers
+        for answer in answers_of(copied_around(model).eval(), given)
     )
 
 
-def _with_ids(found: _Captured, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return the example with other ids."""
-    leaves, structure = pytree.tree_flatten(found.example)
+def _with_ids(found: _Captured, given: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return inputs with other ids."""
+    leaves, structure = pytree.tree_flatten(given)
     changed = [
         change(leaf) if number in found.places else leaf for number, leaf in enumerate(leaves)
     ]
@@ -283,8 +285,9 @@ def _of_kept(found: _Captured, output: Sequence[Any], kept: Tensor) -> list[Any]
 
 def _forget_tokenizer(module: nn.Module) -> None:
     """Let a model of transformers no longer name the place where the whole tokenizer is."""
-    config = getattr(module, "config", None)
-    if hasattr(config, "_name_or_path"):
-        config._name_or_path = ""
-    if "name_or_path" in vars(module):
-        module.name_or_path = ""
+    for holder, name in (
+        (getattr(module, "config", None), "_name_or_path"),
+        (module, "name_or_path"),
+    ):
+        if name in vars(holder or object):
+            setattr(holder, name, "")
