@@ -57,6 +57,7 @@ def vocabulary(
     Examples:
         l0prune vocabulary transformers:DIR --text corpus.txt --size 8192
         l0prune vocabulary transformers:DIR --text docs/ --out small
+        l0prune vocabulary transformers:DIR --ids ids.txt --tokenizer DIR
     """
     if not text and ids is None:
         raise UsageError("say which tokens stay: --text FILE, or --ids FILE")
