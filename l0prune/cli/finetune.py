@@ -96,9 +96,12 @@ def finetune(
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         model = l0prune.load(path, trust_pickle=trust_pickle)
         words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
-        source = world.first_then_all(lambda: load_data(spec, root, model, words))
-        if world.is_first:
-            say_what_differs(model, source, path)
+        needs = training_settings.get("learn") != "gates"  # which learn the model's own answers
+        named = spec, root, model, words
+        source = world.first_then_all(lambda: load_data(*named, labelled=needs))
+        known = source if hasattr(source, "train") else None
+        if world.is_first and known is not None:
+            say_what_differs(model, known, path)
         table = latency_table(latency, path, training_settings.get("budget"))
         training_settings |= {} if table is None else {"latency": table}
         live = live_page(folder, path.name) if report else nullcontext()
@@ -107,8 +110,8 @@ def finetune(
                 model, source, report=False, **training_settings, out=folder, resume=resume
             )
         more = [f"--set={name}={dumps(value)}" for name, value in inherited.items()]
-        info = with_step(info, path, source, more, table, data=spec)
-        info |= {"data": source.name, "history": history.last}
+        info = with_step(info, path, known, more, table, data=spec)
+        info |= {"data": known.name if known else spec, "history": history.last}
         info |= {"tokenizer": words} if words else {}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:

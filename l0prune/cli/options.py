@@ -327,7 +327,10 @@ def load_data(
     source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model)
     if not hasattr(source, "train"):  # a tensor or a mapping of some
         if labelled:
-            raise DataError(f"{spec} returns inputs without labels: `l0prune shrink` takes these")
+            raise DataError(
+                f"{spec} returns inputs without labels: `l0prune shrink` takes these, and "
+                "`l0prune finetune --learn gates`"
+            )
         return source
     if tokenizer:
         remember(f"transformers:{tokenizer}")

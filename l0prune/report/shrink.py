@@ -104,13 +104,13 @@ def shrink(
     with calibration(work, inputs, samples, batch_size, device, seed) as found:
         division = found.division()
         if allowed is not None:
-            curve = _smallest(found, division, allowed)
+            curve, before = _smallest(found, division, allowed)
         else:
-            fit_and_compensate(found, budget, division, latency=latency)
+            before = fit_and_compensate(found, budget, division, latency=latency)[1].after
         judged, place = found.judged, device_of(found.root)
     if recover:
         task = with_pseudo_labels(inputs, model, device=device, held_out=judged)
-        before, compensated = _nearness(model, work, judged, place), snapshot(work)
+        compensated = snapshot(work)
         settings: Any = {"epochs": recover, "lr": _RATE, "device": device, "seed": seed}
         run.finetune(work, task, learn=False, **settings)
         if _nearness(model, work, judged, place).error > before.error:
@@ -141,14 +141,17 @@ def _is_about_time(budget: LimitsLike) -> bool:
     return any(limit.measure == LatencyTable.name for limit in limits(budget))
 
 
-def _smallest(found: Calibration, division: Division, allowed: float) -> list[Step]:
-    """Leave the smallest network that is near enough; what was tried, ascending.
+def _smallest(
+    found: Calibration, division: Division, allowed: float
+) -> tuple[list[Step], Fidelity]:
+    """Leave the smallest network that is near enough; what was tried, ascending, and how near.
 
     Raises:
         UsageError: none of those that were tried is.
     """
     whole = snapshot(found.root)
-    best, steps = dict[str, Tensor](), list[Step]()
+    best: tuple[dict[str, Tensor], Fidelity] | None = None
+    steps = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     for _ in range(_TRIED):
         share = math.exp((low + high) / 2)
@@ -164,15 +167,15 @@ def _smallest(found: Calibration, division: Division, allowed: float) -> list[St
         )
         if far <= allowed:
             high = math.log(share)
-            best = snapshot(found.root)
+            best = snapshot(found.root), after
         else:
             low = math.log(share)
-    if not best:
+    if best is None:
         nearest = max(steps, key=lambda step: step.share, default=None)
         said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
         raise UsageError(
             f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
             "more, or give more inputs"
         )
-    put_back(found.root, best)
-    return sorted(steps, key=lambda step: step.share)
+    put_back(found.root, best[0])
+    return sorted(steps, key=lambda step: step.share), best[1]

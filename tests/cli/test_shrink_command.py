@@ -65,3 +65,12 @@ def test_what_is_refused(refused, code, options, said):
 
 def test_other_commands_want_labels(refused):
     assert "l0prune shrink" in refused(1, "evaluate", "net.py:net", "--data", "net.py:inputs")
+
+
+def test_gates_alone_learn_from_inputs_alone(done):
+    done("gate", "net.py:net", "--input", "1x8", "--out", "net.gated.pt")
+    budget = ("--learn", "gates", "--budget", "params=0.5", "--epochs", "2")
+    told, _ = done("finetune", "net.gated.pt", "--data", "net.py:inputs", *budget, "--json")
+    before, after = l0prune.load("net.gated.pt"), l0prune.load(told["file"])
+    assert int(l0prune.gates(after).open().sum()) < int(l0prune.gates(before).open().sum())
+    assert torch.equal(after[0].bias, before[0].bias)
