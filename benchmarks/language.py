@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from benchmarks.isolation import parser_of
 from benchmarks.language_rivals import Study
 from l0prune.data.dataset import Tensors
 from l0prune.data.text import tokenizer_of, windows
+from l0prune.selection.compensate import calibration
+from l0prune.selection.fit import fit_and_compensate
+from l0prune.training.checkpoint import put_back, snapshot
 
 _TEST_WINDOW = 256
 _PACKAGE = "python3-doc"
@@ -84,12 +88,12 @@ def texts(model: nn.Module, tokens: int, window: int, test_tokens: int) -> tuple
     """Windows to calibrate on, and shorter ones to test on."""
     tokenizer, files = tokenizer_of(model), documents()
     parts = files[::8], [file for number, file in enumerate(files) if number % 8]
-    calibration, test = (
+    seen, test = (
         windows([file.read_text(encoding="utf-8") for file in part], tokenizer, length)
         for part, length in zip(parts, (window, _TEST_WINDOW), strict=True)
     )
     count = math.ceil(test_tokens / _TEST_WINDOW)
-    return spread(calibration, max(1, tokens // window)), spread(test, count)
+    return spread(seen, max(1, tokens // window)), spread(test, count)
 
 
 def perplexity(model: nn.Module, test: Tensor) -> float:
@@ -151,50 +155,60 @@ def cut_by(way: str, study: Study, cut: float) -> Iterator[Tensor]:
             gates.log_alpha.copy_(before)
 
 
-def compensated(calibration: Sequence[Tensor], cut: int) -> nn.Module:
-    """SmolLM2 with so many parameters cut by l0prune itself, by the calibration text alone."""
-    model = gated(calibration[0][:2])
-    left = sum(p.numel() for p in model.parameters()) - l0prune.gates(model).plan.size - cut
-    l0prune.fit(
-        model, f"params={left}", data=[(rows, rows) for rows in calibration], compensate=True
-    )
-    return model
+def compensated(
+    model: nn.Module, batches: Sequence[tuple[Tensor, Any]], cuts: Sequence[int]
+) -> Iterator[float]:
+    """l0prune itself: a gated model with so many parameters cut, one number after the other.
+
+    It is in place until the next one is asked for; the division is the same for all. Yields the
+    seconds that each took, the division's included.
+    """
+    size = sum(p.numel() for p in model.parameters()) - l0prune.gates(model).plan.size
+    with calibration(model, batches, batch_size=len(batches[0][0])) as found:
+        start = time.perf_counter()
+        division = found.division()
+        divided = time.perf_counter() - start
+        for number, cut in enumerate(cuts, 1):
+            whole = snapshot(model) if number < len(cuts) else {}
+            start = time.perf_counter()
+            fit_and_compensate(found, f"params={size - cut}", division)
+            yield divided + time.perf_counter() - start
+            if whole:
+                put_back(model, whole)
 
 
-def gated(example: Tensor) -> nn.Module:
-    """SmolLM2 with gates on its heads and MLP neurons."""
-    wanted = ["*.heads", "*.mlp.*"]
-    return l0prune.gate(smollm2(), (example,), include=wanted, branches=False)
+def gated(model: nn.Module, example: Tensor) -> nn.Module:
+    """Gates on the heads and MLP neurons of SmolLM2."""
+    return l0prune.gate(model, (example,), include=["*.heads", "*.mlp.*"], branches=False)
 
 
 def print_table(given: argparse.Namespace) -> None:
     """Print a row for each way and share."""
     model = smollm2()
-    calibration, test = texts(model, given.tokens, given.window, given.test_tokens)
+    text, test = texts(model, given.tokens, given.window, given.test_tokens)
     outside = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
     dense = perplexity(model, test)
-    print(f"calibration {tuple(calibration.shape)}, test {tuple(test.shape)}", flush=True)
+    print(f"calibration {tuple(text.shape)}, test {tuple(test.shape)}", flush=True)
     print(
         f"dense: perplexity {dense:.2f}; {outside:,} parameters outside the embedding", flush=True
     )
-    model = gated(test[:2])
-    batches = [(rows, None) for rows in calibration.split(given.batch_size)]
+    gated(model, test[:2])
+    batches = [(rows, None) for rows in text.split(given.batch_size)]
     blocks = list(model.get_submodule("model.layers").children())
     study = Study(model, batches, lambda tokens, _: model.get_submodule("model")(tokens), blocks)
     print("| way | cut | perplexity | added log-perplexity | seconds |\n|---|---|---|---|---|")
     for share in given.share:
-        for way in given.ways:
+        for way in (way for way in given.ways if way != OURS):
             start = time.perf_counter()
-            if way == OURS:
-                ours = compensated([rows for rows, _ in batches], round(share * outside))
-                seconds = time.perf_counter() - start
-                print_row(way, share, perplexity(ours, test), dense, seconds)
-                continue
             with cut_by(way, study, share * outside) as open_:
                 seconds = time.perf_counter() - start
                 found = perplexity(model, test)
             gone = float(study.sizes[~open_].sum()) / outside
             print_row(way, gone, found, dense, seconds)
+    if OURS in given.ways:
+        cuts = [round(share * outside) for share in given.share]
+        for cut, seconds in zip(cuts, compensated(model, batches, cuts), strict=True):
+            print_row(OURS, cut / outside, perplexity(model, test), dense, seconds)
 
 
 def print_row(way: str, gone: float, found: float, dense: float, seconds: float) -> None:

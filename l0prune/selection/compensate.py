@@ -40,6 +40,8 @@ from l0prune.selection.score_input import output_tensor
 _FEWEST, _ENOUGH = 3, 8  # batches: at least, and where there is a choice
 _NARROW, _ERROR = 2.0, 0.02  # held-out error over that of what was fitted; and what is small
 _NOTHING = 1e-30  # in the place of a variance of zero
+_PART = 1 << 22  # numbers of outputs that are compared at a time
+_GROUPS = 2  # of examples that outputs are looked at of, where one has enough of them
 _JUDGED = 5  # one batch in so many is used for nothing but to tell what has been gained
 SAMPLES, BATCH_SIZE = 512, 64
 
@@ -172,17 +174,23 @@ class Calibration:
             judge = divergence if self.has_classes else relative_error
             return Division(self.root, self.gates.plan, self.used, self.judged_by(), judge)
 
-    def judged_by(self) -> list[Any]:
-        """Return batches, or a part of one, with about as many outputs as tell layers apart."""
+    def judged_by(self) -> list[list[Any]]:
+        """Return groups of batches, or parts of one, whose outputs tell layers apart.
+
+        Places of one example say much the same: where few examples have enough of them, there are
+        groups of others.
+        """
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
             found, dim = _answers(call(self.root, first), first)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
-        if needed < length:
-            return [Batch(first, None).head(needed).inputs]
-        return self.used[: math.ceil(needed / length)]
+        if needed > length:
+            return [self.used[: math.ceil(needed / length)]]
+        number = len(self.used)
+        apart = self.used[number // (2 * _GROUPS) :: math.ceil(number / _GROUPS)]
+        return [[Batch(batch, None).head(needed).inputs] for batch in apart]
 
 
 @contextmanager
@@ -283,10 +291,11 @@ def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fide
         for batch in batches:
             wanted, dim = _answers(call(dense, batch), batch)
             found, _ = _answers(call(other, batch), batch)
-            apart.add(found, wanted, dim)
-            if dim is not None:
-                same = wanted.argmax(dim) == found.argmax(dim)
-                alike, count = alike + float(same.sum()), count + same.numel()
+            for mine, theirs in _parts(dim, found, wanted):
+                apart.add(mine, theirs, dim)
+                if dim is not None:
+                    same = theirs.argmax(dim) == mine.argmax(dim)
+                    alike, count = alike + float(same.sum()), count + same.numel()
     return Fidelity(apart.share(), alike / count if count else None)
 
 
@@ -305,13 +314,28 @@ def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
     scores, found_dim = _answers(wanted, batch)
     dim = found_dim or 1
     p = scores.float().softmax(dim)
-    own = torch.special.xlogy(p, p).sum(dim).mean()
+    own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
+    count = p.numel() / p.shape[dim]
 
     def judge(outputs: Any) -> float:
-        found = _answers(outputs, batch)[0].float()
-        return max(0.0, float(own + (found.logsumexp(dim) - (p * found).sum(dim)).mean()))
+        error = own
+        for found, part in _parts(dim, _answers(outputs, batch)[0], p):
+            found = found.float()
+            error += _total(found.logsumexp(dim)) - _total(part * found)
+        return max(0.0, error / count)
 
     return judge
+
+
+def _parts(dim: int | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of tensors of one shape, of which copies are small; whole along ``dim``."""
+    size, at = max((size, at) for at, size in enumerate(tensors[0].shape) if at != dim)
+    step = max(1, _PART * size // max(1, tensors[0].numel()))
+    return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
+
+
+def _total(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
 
 
 def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
@@ -362,7 +386,7 @@ def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
 
     Of sequences of which some places are padding: the others, in a row.
     """
-    found, real = output_tensor(outputs), real_places(batch)
+    found, real = torch.atleast_1d(output_tensor(outputs)), real_places(batch)
     if real is None or found.shape[:2] != real.shape:
         return found, class_dim(outputs)
     return found[real], None if class_dim(outputs) is None else 1

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -30,6 +32,7 @@ OTHER_WAYS = (
 
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+_BLOCK = 1 << 22  # numbers that are copied at a time
 
 
 class Weights:
@@ -96,15 +99,22 @@ class Read:
         groups, _, outputs = self.product.matrix(self.weight).shape
         return self.run().numel() // (groups * outputs)
 
-    def some_rows(self, most: int, seed: int) -> Tensor | None:
-        """Return at most so many of the rows that are no padding, by chance; None for all."""
+    def row_blocks(self, most: int, seed: int, places: int = 1) -> Iterator[Tensor]:
+        """Yield numbers of at most so many rows that are no padding, by chance, a block at a time.
+
+        Args:
+            places: how many samples each row holds.
+        """
         rows = torch.arange(self.rows)
+        most = max(1, most // places)
         if self.real is not None and self.real.numel() == self.rows:
             rows = rows[self.real.flatten().cpu()]
         if len(rows) > most:
             generator = torch.Generator().manual_seed(seed)
             rows = rows[torch.randperm(len(rows), generator=generator)[:most]]
-        return rows.to(self.given.device) if len(rows) < self.rows else None
+        groups, features, outputs = self.product.matrix(self.weight).shape
+        block = max(1, _BLOCK // (groups * (features + outputs)))
+        yield from rows.to(self.given.device).split(block)
 
     def run(self) -> Tensor:
         """Compute the result, once."""
@@ -143,10 +153,10 @@ class Forward:
         batch: its inputs.
         weights: of the model.
         note: is called with each other operator, its arguments and its result.
+        readers: what is known of the weights; see ``Survey``.
 
     Attributes:
         output: what the model returned, at the end.
-        kept: results of operators by their number, of those whose numbers were put there as keys.
     """
 
     def __init__(
@@ -155,9 +165,12 @@ class Forward:
         batch: Any,
         weights: Weights,
         note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
+        readers: Mapping[str, Reader] = MappingProxyType({}),
     ) -> None:
         self.output: Any = None
-        self.kept: dict[int, Tensor | None] = {}
+        self._readers = {n: r for n, r in readers.items() if r.stream and r.calls == 1}
+        self._uses = Counter(reader.stream for reader in self._readers.values())
+        self._streams: dict[int, Tensor] = {}
         self._count = 0
         self._model, self._batch, self._weights, self._note = model, batch, weights, note
         self._real = real_places(batch)
@@ -206,22 +219,32 @@ class Forward:
         product = product_of(operator, args, lambda value: self._weights.name(value) is not None)
         if product is None:
             result = operator(*args, **kwargs)
-            if number in self.kept:
-                self.kept[number] = result
+            if number in self._uses:
+                self._streams[number] = result
             self._note(operator, args, result)
             return result
         name = self._weights.name(args[product.weight])
         assert name is not None
         read = self._read = Read(name, operator, args, product, self._real)
+        if (reader := self._readers.get(name)) is not None:
+            read.stream = self._stream(reader.stream)
         self._stopped.release()
         self._go.acquire()
         if self._is_abandoned:
             raise _Abandoned
         if read.out is None:
             read.out = operator(*args, **kwargs)
-        if number in self.kept:
-            self.kept[number] = read.out
+        if number in self._uses:
+            self._streams[number] = read.out
         return read.out
+
+    def _stream(self, number: int) -> Tensor | None:
+        """Return the result of an operator, and let go of it where nobody else needs it."""
+        found = self._streams.get(number)
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            self._streams.pop(number, None)
+        return found
 
 
 class _Stops(TorchDispatchMode):
@@ -237,10 +260,14 @@ class _Stops(TorchDispatchMode):
 
 @contextmanager
 def forwards(
-    model: nn.Module, batches: Sequence[Any], weights: Weights, *notes: Any
+    model: nn.Module, batches: Sequence[Any], weights: Weights, **known: Any
 ) -> Iterator[list[Forward]]:
-    """Yield a forward of each batch; what is unfinished then is abandoned."""
-    started = [Forward(model, batch, weights, *notes) for batch in batches]
+    """Yield a forward of each batch; what is unfinished then is abandoned.
+
+    Args:
+        **known: ``note`` and ``readers`` of ``Forward``.
+    """
+    started = [Forward(model, batch, weights, **known) for batch in batches]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it reads its weights in one operator
     try:
@@ -396,7 +423,7 @@ def _is_view(operator: OpOverload) -> bool:
 def survey_of(model: nn.Module, batch: Any) -> Survey:
     """Return what the forward of a batch does with a model's weights; the model in eval mode."""
     survey = Survey(Weights(model))
-    with forwards(model, [batch], survey.weights, survey.note) as (forward,):
+    with forwards(model, [batch], survey.weights, note=survey.note) as (forward,):
         while (read := forward.advance()) is not None:
             survey.read(read)
     survey.readers = {n: r for n, r in survey.readers.items() if n not in survey.used}

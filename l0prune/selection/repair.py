@@ -20,7 +20,6 @@ from l0prune.plan.plan import Plan
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.lockstep import (
     OTHER_WAYS,
-    Forward,
     Read,
     Reader,
     Weights,
@@ -59,20 +58,16 @@ class Tandem:
         survey = survey_of(self.dense, batches[0])
         readers = survey.readers
         with (
-            forwards(self.dense, batches, self.of_dense) as dense,
-            forwards(self.cut, batches, self.of_cut, self._note) as cut,
+            forwards(self.dense, batches, self.of_dense, readers=readers) as dense,
+            forwards(self.cut, batches, self.of_cut, note=self._note, readers=readers) as cut,
         ):
             left = dict.fromkeys(readers, 0)
             unseen = Counter({name: reader.calls for name, reader in readers.items()})
-            streams = Counter(r.stream for r in readers.values() if r.stream and r.calls == 1)
-            for forward in (*dense, *cut):
-                forward.kept.update(dict.fromkeys(streams))
             moments: dict[str, tuple[Moments, Moments]] = {}
             while True:
                 theirs = [forward.advance() for forward in dense]
                 ours = [forward.advance() for forward in cut]
                 pairs = [self._pair(a, b) for a, b in zip(theirs, ours, strict=True)]
-                self._add_streams(readers, pairs, [*zip(dense, cut, strict=True)], streams)
                 names = {None if pair is None else pair[0].name for pair in pairs}
                 if names == {None} or not (unseen or survey.norms - self.norms.keys()):
                     break
@@ -83,28 +78,6 @@ class Tandem:
         for norm, statistics in self.norms.items():
             self._tell(norm, statistics)
         return self.layers
-
-    def _add_streams(
-        self,
-        readers: Mapping[str, Reader],
-        pairs: Sequence[tuple[Read, Read] | None],
-        running: Sequence[tuple[Forward, Forward]],
-        streams: Counter[int],
-    ) -> None:
-        """Note what the results are going to be added to; let go of what nobody needs any more."""
-        for pair, of_pair in zip(pairs, running, strict=True):
-            reader = readers.get(pair[0].name) if pair is not None else None
-            if pair is None or reader is None or not streams[reader.stream]:
-                continue
-            for read, forward in zip(pair, of_pair, strict=True):
-                read.stream = forward.kept[reader.stream]
-        for name in {pair[0].name for pair in pairs if pair is not None} & readers.keys():
-            number = readers[name].stream
-            if streams[number]:
-                streams[number] -= 1
-                if not streams[number]:
-                    for forward in (each for of_pair in running for each in of_pair):
-                        del forward.kept[number]
 
     def _pair(self, dense: Read | None, cut: Read | None) -> tuple[Read, Read] | None:
         if dense is None or cut is None or dense.name != cut.name:
@@ -133,7 +106,7 @@ class Tandem:
             self.few[name] = work.rows, len(work.features)
         seen, held = moments.setdefault(name, (work.moments(), work.moments()))
         for number, (dense, cut) in enumerate(pairs):
-            work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs))
+            work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs), number)
         left[name] += 1
         if left[name] == reader.calls:
             self.layers[name] = work.change(seen, held)
@@ -221,22 +194,24 @@ class _Layer:
         """Return sums that are still empty."""
         return Moments(is_basis=self.is_wide and self.places == 1)
 
-    def count(self, moments: Moments, dense: Read, cut: Read, batches: int) -> None:
+    def count(self, moments: Moments, dense: Read, cut: Read, batches: int, seed: int) -> None:
         """Count a batch: what the cut network's layer reads, and what the dense one's gives."""
         assert dense.out is not None
-        wanted = dense.some_rows(_ROWS // batches, seed=moments.count)
-        x = cut.product.inputs(cut.args, wanted)[..., self.features]
-        if self.places > 1:
-            y = dense.product.inputs(dense.args, wanted)
-            x, y = (by_channel(each, self.places) for each in (x, y))
-        elif self.is_wide:
-            y = dense.product.inputs(dense.args, wanted)
-        else:
-            y = dense.product.outputs(dense.out, wanted)[..., self.outputs]
-            if dense.stream is not None and cut.stream is not None:
-                missing = (dense.stream - cut.stream).reshape(dense.out.shape)
-                y = y + dense.product.outputs(missing, wanted)[..., self.outputs]
-        moments.add(x, y)
+        missing = None
+        if dense.stream is not None and cut.stream is not None:
+            missing = (dense.stream - cut.stream).reshape(dense.out.shape)
+        for wanted in dense.row_blocks(_ROWS // batches, seed, self.places):
+            x = cut.product.inputs(cut.args, wanted)[..., self.features]
+            if self.places > 1:
+                y = dense.product.inputs(dense.args, wanted)
+                x, y = (by_channel(each, self.places) for each in (x, y))
+            elif self.is_wide:
+                y = dense.product.inputs(dense.args, wanted)
+            else:
+                y = dense.product.outputs(dense.out, wanted)[..., self.outputs]
+                if missing is not None:
+                    y = y + dense.product.outputs(missing, wanted)[..., self.outputs]
+            moments.add(x, y)
 
     def change(self, seen: Moments, held: Moments) -> float:
         """Give the layer the weights that give back best what the dense one gave."""

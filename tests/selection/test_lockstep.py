@@ -24,6 +24,24 @@ def test_features_of_one_channel_are_those_of_a_kernel_or_a_flatten(layer, shape
             pass
 
 
+def test_rows_come_in_small_blocks_each_once_and_without_padding(monkeypatch):
+    monkeypatch.setattr("l0prune.selection.lockstep._BLOCK", 7 * (4 + 2))
+    layer = nn.Linear(4, 2)
+    batch = {"input": torch.zeros(5, 4)}
+    with torch.no_grad(), forwards(layer, [batch], Weights(layer)) as (forward,):
+        read = forward.advance()
+        assert torch.cat(list(read.row_blocks(9, 0))).tolist() == [0, 1, 2, 3, 4]
+        assert len(torch.cat(list(read.row_blocks(9, 0, places=3)))) == 3
+        read.real = torch.tensor([True, False, True, True, False])
+        assert torch.cat(list(read.row_blocks(9, 0))).tolist() == [0, 2, 3]
+    images = torch.zeros(2, 4, 5, 5)
+    convolution = nn.Conv2d(4, 2, 1)
+    with torch.no_grad(), forwards(convolution, [images], Weights(convolution)) as (forward,):
+        blocks = list(forward.advance().row_blocks(30, 0))
+        assert {len(block) for block in blocks} == {7, 2}
+        assert len(torch.cat(blocks).unique()) == 30
+
+
 def test_a_batch_of_matrices_has_no_kernel():
     class Many(nn.Module):
         def __init__(self):
