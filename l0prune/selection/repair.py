@@ -61,7 +61,7 @@ class Tandem:
             forwards(self.dense, batches, self.of_dense, readers=readers) as dense,
             forwards(self.cut, batches, self.of_cut, note=self._note, readers=readers) as cut,
         ):
-            left = dict.fromkeys(readers, 0)
+            counted = Counter[str]()
             unseen = Counter({name: reader.calls for name, reader in readers.items()})
             moments: dict[str, tuple[Moments, Moments]] = {}
             while True:
@@ -73,7 +73,7 @@ class Tandem:
                     break
                 if len(names) > 1:
                     raise UsageError(OTHER_WAYS.format(next(filter(None, names))))
-                self._step([pair for pair in pairs if pair], readers, left, moments)
+                self._step([pair for pair in pairs if pair], readers, counted, moments)
                 unseen -= Counter(filter(None, names))
         for norm, statistics in self.norms.items():
             self._tell(norm, statistics)
@@ -90,7 +90,7 @@ class Tandem:
         self,
         pairs: Sequence[tuple[Read, Read]],
         readers: Mapping[str, Reader],
-        left: dict[str, int],
+        counted: Counter[str],
         moments: dict[str, tuple[Moments, Moments]],
     ) -> None:
         name = pairs[0][0].name
@@ -107,8 +107,8 @@ class Tandem:
         seen, held = moments.setdefault(name, (work.moments(), work.moments()))
         for number, (dense, cut) in enumerate(pairs):
             work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs), number)
-        left[name] += 1
-        if left[name] == reader.calls:
+        counted[name] += 1
+        if counted[name] == reader.calls:
             self.layers[name] = work.change(seen, held)
             del moments[name]
 
