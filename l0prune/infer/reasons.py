@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch.fx import Node
 
 from l0prune.capture.provenance import class_of, module_of, source_of
 from l0prune.infer.inference import Inference, Place, Write
-from l0prune.infer.nodes import operator_name
+from l0prune.infer.nodes import operator_name, shape_of
 from l0prune.infer.solver import Expr, Reason, Var, variables
 from l0prune.plan.layout import Cat, Const, Pick, Prod
 from l0prune.plan.plan import Pin
@@ -25,6 +26,9 @@ def pins(infer: Inference, axes: Collection[Var], fine: Collection[Place]) -> tu
     resolve = infer.solver.resolve
     found = [_pin(where, resolve(expr), node, axes) for where, expr, node in places]
     return tuple(dict.fromkeys(pin for pin in found if pin is not None))
+
+
+_PRODUCTS = ("aten.mul", "aten.mul_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ class Namer:
         writes = self.writes[var]
         if not writes:  # of a table whose rows nothing writes
             return self._unique(self.given[var]), self.kinds[var]
-        write = next((w for w in writes if self.infer.has_rows(w.place[0])), writes[0])
+        rows = [w for w in writes if self.infer.has_rows(w.place[0])]
+        write = next((w for w in rows if not _only_multiplies(w.node)), [*rows, *writes][0])
         by_conv = "conv" in operator_name(write.node.target)
         kind = self.kinds.get(var, "channel" if by_conv else "neuron")
         owner, _, leaf = write.place[0].rpartition(".")
@@ -183,6 +188,19 @@ class Namer:
         count = self.taken.get(name, 0)
         self.taken[name] = count + 1
         return f"{name}#{count + 1}" if count else name
+
+
+def _only_multiplies(node: Node) -> bool:
+    """Return whether a value is nothing but a factor of larger ones, as a gate's is."""
+    found, seen = False, [node]
+    for top in seen:
+        for user in top.users:
+            larger = prod(shape_of(user) or ()) > prod(shape_of(top) or ())
+            if larger and operator_name(user.target) not in _PRODUCTS:
+                return False
+            found |= larger
+            seen += [] if larger or user in seen else [user]
+    return found
 
 
 def _first(infer: Inference, said: list[tuple[Expr, str]]) -> dict[Var, str]:

@@ -1,0 +1,128 @@
+"""What gates that follow the input cost.
+
+For an input x let s(x) be the share of the network's MACs that its open gates leave. What the
+gates pay is the mean over a batch of its expectation over their noise, at a price, or
+
+    μ·(E[s] − target),    μ ≥ 0,
+
+with a multiplier that rises while E[s] is above the target and falls while it is below.
+Batch-shaping (Bejnordi et al. 2020, arXiv 1907.06627) adds Σᵢ (F(p₍ᵢ₎) − i/(n+1))²/n for every
+gate, where p₍₁₎ ≤ … ≤ p₍ₙ₎ are its chances to be open for the n examples of a batch and F is the
+distribution function of Beta(0.6, 0.4): so that a gate is open for some inputs and closed for
+others. F is that of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, reduce
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.files.input_gates import InputGate, InputGatedNetwork
+
+_STEP = 0.05  # of the multiplier, for an excess of all MACs
+_PRIOR = (0.6, 0.4)
+_STEPS = 2048  # of the table of its distribution function
+
+
+def input_gated(model: nn.Module) -> InputGatedNetwork | None:
+    """Return the network with input gates in a model, if there is one."""
+    return next((m for m in model.modules() if isinstance(m, InputGatedNetwork)), None)
+
+
+def shares(network: InputGatedNetwork) -> Tensor | None:
+    """Return the share of the MACs that the gates left in the last forward, on average.
+
+    In training mode it is the expectation over their noise, differentiable. None where there has
+    been no such forward.
+    """
+    means = [means_of(gate) for gate in network.gates]  # type: ignore[arg-type]
+    if not all(means):
+        return None
+    total = torch.as_tensor(network.macs - sum(each[-1] for each in network.work)).to(means[0][0])
+    for _, block, axes, macs in network.work:
+        own = share_of(axes, means[block], network.blocks[block].skips)
+        total = total + macs * own.mean()
+    return total / network.macs
+
+
+def means_of(gate: InputGate) -> list[Tensor]:
+    """Return the open share of each axis, and at last of the block, by example or position."""
+    return [chance.mean(-1) for chance in gate.chances]
+
+
+def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tensor:
+    """Return how much of its work a layer does, which grows by these axes; by example.
+
+    Exact, since gates are independent given the input; of a layer that grows by one axis twice up
+    to the variance of the share that is open.
+    """
+    own = [means[axis] for axis in axes]
+    return reduce(torch.mul, [*own, means[-1]] if skips else own)
+
+
+def cost(model: nn.Module) -> Tensor | None:
+    """Return what the input gates of the last forward in training mode pay; to add to the loss.
+
+    The multiplier of a target takes its step. None where the model has no such gates, or there was
+    no such forward since the last cost.
+    """
+    network = input_gated(model)
+    if network is None:
+        return None
+    share = shares(network)
+    if share is None:
+        return None
+    if network.target is None:
+        total = network.price * share
+    else:
+        excess = share - network.target
+        total = network.multiplier.clone().to(share) * excess
+        if network.training:
+            with torch.no_grad():
+                network.multiplier.add_(_STEP * excess.detach()).clamp_(min=0)
+    if network.shape:
+        total = total + network.shape * shaping(network)
+    for gate in network.gates:
+        gate.chances = []  # type: ignore[assignment]
+    return total
+
+
+def shaping(network: InputGatedNetwork) -> Tensor:
+    """Return the mean batch-shaping loss of all gates, see the head of this file."""
+    found = []
+    for gate in network.gates:
+        for chances in gate.chances:  # type: ignore[union-attr]
+            p = chances.flatten(0, -2).sort(dim=0).values
+            n = len(p)
+            at = torch.arange(1, n + 1, device=p.device, dtype=p.dtype) / (n + 1)
+            found.append((_prior_cdf(p) - at[:, None]).square().mean(0))
+    return torch.cat(found).mean()
+
+
+@cache
+def _table() -> Tensor:
+    """The distribution function of Beta(0.6, 0.4) at equal steps of the angle, x = sin²(angle).
+
+    With x = sin²t the density a x^(a−1)(1−x)^(b−1) dx is 2 sin^(2a−1) t cos^(2b−1) t dt, which the
+    first and last steps, where it has poles, take by its integral's leading term.
+    """
+    a, b = _PRIOR
+    t = np.linspace(0, np.pi / 2, _STEPS + 1)
+    middle = (t[1:] + t[:-1]) / 2
+    pieces = 2 * np.sin(middle) ** (2 * a - 1) * np.cos(middle) ** (2 * b - 1) * np.diff(t)
+    pieces[0] = t[1] ** (2 * a) / a
+    pieces[-1] = (t[-1] - t[-2]) ** (2 * b) / b
+    whole = np.concatenate([[0.0], pieces.cumsum()])
+    return torch.from_numpy(whole / whole[-1])
+
+
+def _prior_cdf(p: Tensor) -> Tensor:
+    """F of chances, by the table; differentiable."""
+    table = _table().to(p)
+    place = p.clamp(1e-6, 1 - 1e-6).sqrt().asin() * (2 / torch.pi * _STEPS)
+    low = place.detach().floor().clamp(max=_STEPS - 1).long()
+    return table[low] + (place - low) * (table[low + 1] - table[low])

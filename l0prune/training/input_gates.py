@@ -1,0 +1,370 @@
+"""Gates that follow the input: which blocks get them, and what these need to know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from l0prune.capture.capture import Captured
+from l0prune.capture.example_inputs import record
+from l0prune.capture.model_checks import check_module
+from l0prune.capture.provenance import is_within, modules_of
+from l0prune.capture.sizes import Inputs
+from l0prune.capture.threads import one_at_a_time
+from l0prune.errors import UsageError
+from l0prune.files.exit_network import ExitNetwork
+from l0prune.files.input_gates import GatedBlock, InputGatedNetwork, Reader, Work
+from l0prune.gating import defaults
+from l0prune.gating.attaching import check_ungated
+from l0prune.gating.kinds.base import Gate
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.infer.parts import Parts, inferred
+from l0prune.infer.places import kind_of_block
+from l0prune.plan.globs import Globs, listed, named
+from l0prune.plan.layout import Slots, axes_of
+from l0prune.plan.numbers import LARGEST, SEEDS, check_number, check_whole
+from l0prune.plan.plan import Cost, Plan, Site
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TARGET = 0.7
+_LITTLE = 1e-3  # of the network's MACs, up to which a block is not worth gates
+_NARROWEST, _NARROWER = 8, 16  # gating modules: at least, and by how much beside the block
+_FAINT = 0.1  # of a usual Linear's weights, at first
+
+
+@one_at_a_time()
+def add_input_gates(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    at: Globs = "*",
+    target: float | None = None,
+    price: float | None = None,
+    shape: float = 0.0,
+    skip: bool = True,
+    per: str = "example",
+    hidden: int | None = None,
+    gate: Gate | None = None,
+    open_probability: float = defaults.OPEN_PROBABILITY,
+    seed: int = 0,
+) -> InputGatedNetwork:
+    """Give blocks of a network gates that follow its input: for each input other channels count.
+
+    Before each block a small network looks at the block's input and opens or closes the channels
+    of its inner axes, those that nothing outside of the block knows: between the convolutions of a
+    residual block, between the Linears of a transformer's MLP. They are found on the plan. In
+    training mode the gates are sampled, in eval mode they are what the kind of gate says, and the
+    network computes the same as before until they have learned.
+
+    Train it, gate it, export it like any other network: ``l0prune.gate`` cuts for good what no
+    input needs, the rest is multiplied.
+
+    Args:
+        model: not gated yet.
+        args: example positional inputs of its forward, a tuple (or a single tensor).
+        kwargs: example keyword inputs.
+        at: paths of blocks, or globs over them.
+        target: share of the network's MACs that its gates are to leave on average, of what is
+            trained with; 0.7 where no price is given either.
+        price: in place of a target, what the loss pays for all of these MACs; a part in proportion.
+        shape: weight of batch-shaping, which makes each gate open for some inputs and closed for
+            others; 0 for none.
+        skip: blocks that are added to a stream get one gate more, which closes all of their
+            channels: ``skippable`` writes a file that then leaves the block out.
+        per: ``"example"``, or ``"position"``: each token has its own gates; only where a block and
+            the Linears in it take values of shape (examples, …, channels).
+        hidden: width of the gating modules; a sixteenth of the block's channels, at least 8, where
+            None.
+        gate: the kind of gate: ``HardConcrete()``, or ``BinaryConcrete()`` for 0 or 1 in eval mode.
+        open_probability: of all gates in the beginning.
+        seed: of the gating modules' first weights; the global generators are left alone.
+
+    Raises:
+        AlreadyGated: the model carries gates.
+        CaptureError: torch.export cannot follow it.
+        UsageError: no block has an inner axis of its own, a glob matches none, a target is below
+            what the gates can reach, or a setting makes no sense.
+    """
+    check_module(model)
+    check_ungated(model)
+    _check(model, target, price, shape, per, hidden, seed)
+    kind = HardConcrete() if gate is None else gate
+    _check_kind(kind)
+    parts = inferred(model, args, kwargs)
+    found = _inner_axes(model, parts.plan)
+    chosen = _chosen(model, parts.plan, found, at)
+    seen = _Seen(model, parts, chosen, found)
+    blocks = [seen.block(path, found[path], skip, per == "position") for path in chosen]
+    sizes = [hidden or max(_NARROWEST, block.channels // _NARROWER) for block in blocks]
+    own = sum(map(seen.macs_of_gate, blocks, sizes))
+    work = [*_work(parts.plan, [found[path] for path in chosen])]
+    macs = own + sum(_macs(cost) for cost in parts.plan.costs if cost.unit == "macs")
+    if price is None:
+        target = _TARGET if target is None else target
+        _check_reach(target, work, macs)
+    result = InputGatedNetwork(model, blocks, sizes, kind, work, macs, target, price or 0.0, shape)
+    _begin(result, model, kind.initial(open_probability), seed)
+    result.training = model.training
+    return result
+
+
+def _check(
+    model: nn.Module,
+    target: float | None,
+    price: float | None,
+    shape: float,
+    per: str,
+    hidden: int | None,
+    seed: int,
+) -> None:
+    """Raise UsageError for settings that make no sense."""
+    if isinstance(model, InputGatedNetwork):
+        raise UsageError("the network has input gates already: model.take_off() gives it back")
+    if isinstance(model, ExitNetwork):
+        raise UsageError("put the input gates on first, and exits on the network that has them")
+    if target is not None and price is not None:
+        raise UsageError("give a target, or a price, not both")
+    if target is not None:
+        check_number("target", target, 0, 1)
+    check_number("price", price or 0.0, 0, LARGEST)
+    check_number("shape", shape, 0, LARGEST)
+    check_whole("seed", seed, 0, SEEDS)
+    if hidden is not None:
+        check_whole("hidden", hidden, 1)
+    if per not in ("example", "position"):
+        raise UsageError(f"per must be 'example' or 'position', not {per!r}")
+
+
+def _check_kind(kind: Any) -> None:
+    """Raise UsageError for a kind of gate that needs more than its log α."""
+    if isinstance(kind, type) or not isinstance(kind, Gate):
+        raise UsageError(f"gate must be a gate, like l0prune.HardConcrete(), not {kind!r}")
+    learns = getattr(kind, "beta", None) == "learn"
+    if learns or kind.at(0.5) != kind:
+        raise UsageError(
+            f"input gates have no temperature that changes, and {kind.name} gates have one here: "
+            "give HardConcrete() or BinaryConcrete(), with a number for beta"
+        )
+
+
+# --- where they go ------------------------------------------------------------------------
+
+
+def _inner_axes(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
+    """Return for each block the axes that are its own: all of their tensors lie inside of it.
+
+    They are read by Linears and convolutions alone, slot by slot.
+    """
+    found: dict[str, list[int]] = {}
+    for number in range(len(plan.axes)):
+        sites = [site for site in plan.sites if number in axes_of(site.layout)]
+        if not all(_is_plain_read(model, site, number) for site in sites):
+            continue
+        owners = [
+            name.rpartition(".")[0].split(".")
+            for name, dims in plan.tensors.items()
+            if any(number in axes_of(dim) for dim in dims)
+        ]
+        path = ".".join(_common(owners))
+        if path and not isinstance(model.get_submodule(path), _LAYERS):
+            found.setdefault(path, []).append(number)
+    return found
+
+
+def _is_plain_read(model: nn.Module, site: Site, number: int) -> bool:
+    """Return whether the site is all columns of a layer's weight, one for each slot."""
+    path, _, name = site.tensor.rpartition(".")
+    layer = model.get_submodule(path)
+    is_layer = isinstance(layer, _LAYERS) and name == "weight" and getattr(layer, "groups", 1) == 1
+    is_whole = isinstance(site.layout, Slots) and site.layout.axis == number
+    size = site.layout.size
+    return is_layer and site.role == "read" and is_whole and layer.weight.shape[site.dim] == size
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the parts that all paths begin with."""
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return common
+
+
+def _chosen(
+    model: nn.Module, plan: Plan, found: Mapping[str, Sequence[int]], at: Globs
+) -> list[str]:
+    """Return the blocks that are asked for; by default those that repeat and lie in no other.
+
+    What is hardly any work (the squeeze of a squeeze-and-excitation) is left out, too.
+    """
+    order = [path for path, _ in model.named_modules() if path in found]
+    if at != "*":
+        chosen = named(order, at, "at", "block with inner axes")
+    else:
+        kinds = {path: kind_of_block(model.get_submodule(path)) for path in order}
+        counts = Counter(kinds.values())
+        macs = sum(_macs(cost) for cost in plan.costs if cost.unit == "macs")
+        large = [p for p in order if sum(w[-1] for w in _work(plan, [found[p]])) > _LITTLE * macs]
+        repeated = [path for path in large if counts[kinds[path]] > 1]
+        chosen = [p for p in repeated if not any(q != p and is_within(p, q) for q in repeated)]
+    if not chosen:
+        known = listed(order)
+        raise UsageError(
+            "this network has no block that repeats and has channels which nothing outside of it "
+            "reads or writes, so that there is nothing for input gates to close. "
+            + (f"Blocks that do not repeat can be named: at=['…'], of {known}." if known else "")
+        )
+    return chosen
+
+
+class _Seen:
+    """What blocks and their layers receive when the model runs on the example.
+
+    Args:
+        model: not gated.
+        parts: of its inference.
+        blocks: paths.
+        axes: of each block, by number.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Parts, blocks: Sequence[str], axes: Mapping[str, list[int]]
+    ) -> None:
+        self._model, self._plan, self._parts = model, parts.plan, parts
+        self._readers = {path: [*self._read(axes[path])] for path in blocks}
+        layers = [reader.path for path in blocks for reader in self._readers[path]]
+        self._inputs: dict[str, list[Inputs]] = {}
+        for call in record(model, [*blocks, *dict.fromkeys(layers)], parts.example):
+            self._inputs.setdefault(call.path, []).append(call.inputs)
+
+    def _read(self, axes: Sequence[int]) -> Iterator[Reader]:
+        for site in self._plan.sites:
+            for place, number in enumerate(axes):
+                if number in axes_of(site.layout):
+                    path = site.tensor.rpartition(".")[0]
+                    layer = self._model.get_submodule(path)
+                    dims = layer.weight.dim()  # type: ignore[operator]
+                    yield Reader(path, place, 1 - int(dims))
+
+    def block(self, path: str, axes: Sequence[int], skip: bool, each_position: bool) -> GatedBlock:
+        """Return the block, with what its gates need to know.
+
+        Raises:
+            UsageError: it is called in a way that they cannot follow.
+        """
+        x = self._input(path)
+        dim = self._channels(path, x)
+        for reader in self._readers[path]:
+            read = self._input(reader.path)
+            fits = read.shape[0] == x.shape[0]
+            if each_position:
+                fits = dim == reader.dim == -1 and read.shape[:-1] == x.shape[:-1]
+            if not fits:
+                what = "position" if each_position else "example"
+                raise UsageError(
+                    f"{reader.path} takes a value of shape {tuple(read.shape)} in a block, {path}, "
+                    f"that takes one of shape {tuple(x.shape)}: gates for each {what} do not fit. "
+                    "Name other blocks: at=['…']"
+                )
+        residual = any(
+            all(reader.path in branch.modules for reader in self._readers[path])
+            for branch in self._plan.branches
+        )
+        return GatedBlock(
+            path,
+            tuple(self._plan.axes[number].size for number in axes),
+            tuple(self._readers[path]),
+            x.shape[dim],
+            dim,
+            each_position,
+            skip and residual,
+        )
+
+    def _input(self, path: str) -> Tensor:
+        """Return what a module receives.
+
+        Raises:
+            UsageError: it is called several times, or not with a tensor first.
+        """
+        calls = self._inputs.get(path, [])
+        if len(calls) != 1 or not calls[0][0] or not isinstance(calls[0][0][0], Tensor):
+            how = "not called once" if len(calls) != 1 else "not given a tensor first"
+            raise UsageError(
+                f"{path} is {how} in a forward, so that input gates cannot follow it: name other "
+                "blocks, at=['…']"
+            )
+        return calls[0][0][0]
+
+    def _channels(self, path: str, x: Tensor) -> int:
+        """Return the dim of a block's input that holds channels, from the end."""
+        for part in self._parts.found:
+            analysis = part.analysis
+            node = _entering(analysis.captured, path)
+            dims = analysis.layouts.get(node.name, ()) if node is not None else ()
+            slots = [n for n, dim in enumerate(dims) if not isinstance(dim, tuple) and axes_of(dim)]
+            if len(dims) == x.dim() and len(slots) == 1 and slots[0] > 0:
+                return slots[0] - x.dim()
+        linear = any(r.dim == -1 for r in self._readers[path])
+        return -1 if linear or x.dim() < 3 else 1 - x.dim()
+
+    def macs_of_gate(self, block: GatedBlock, hidden: int) -> float:
+        """Return the MACs of a block's gating module for one example."""
+        x = self._input(block.path)
+        times = x[0].numel() // x.shape[block.dim] if block.each_position else 1
+        return float(times * hidden * (block.channels + sum(block.widths) + block.skips))
+
+
+def _entering(captured: Captured, path: str) -> Node | None:
+    """Return the value of the captured graph that goes into a module."""
+    for node in captured.graph.nodes:
+        if path in modules_of(node):
+            for operand in node.all_input_nodes:
+                if path not in modules_of(operand) and operand.name not in captured.names:
+                    return operand
+    return None
+
+
+def _macs(cost: Cost) -> float:
+    return cost.scale * prod(dim.size for dim in cost.dims)
+
+
+def _work(plan: Plan, axes: Sequence[Sequence[int]]) -> Iterator[Work]:
+    """Yield what follows the gates of some blocks' axes."""
+    place = {n: (block, place) for block, of in enumerate(axes) for place, n in enumerate(of)}
+    for cost in plan.costs:
+        mine = [place[dim.axis] for dim in cost.dims if isinstance(dim, Slots) and dim.axis in place]
+        if cost.unit == "macs" and mine:
+            yield cost.owner, mine[0][0], tuple(axis for _, axis in mine), _macs(cost)
+
+
+def _check_reach(target: float, work: Sequence[Work], macs: float) -> None:
+    least = 1 - sum(each[-1] for each in work) / macs
+    if target <= least:
+        raise UsageError(
+            f"target is {target:g} of the MACs, and with all input gates closed {least:.3g} are "
+            "left: ask for more, or give more blocks gates"
+        )
+
+
+def _begin(network: InputGatedNetwork, model: nn.Module, log_alpha: float, seed: int) -> None:
+    """Set the first weights: gates that hardly know the input yet, on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    like = next(model.parameters())
+    for gate in network.gates:
+        for layer in (m for m in gate.modules() if isinstance(m, nn.Linear)):
+            bound = layer.in_features**-0.5
+            with torch.no_grad():
+                layer.weight.uniform_(-bound, bound, generator=generator)
+                layer.bias.zero_()
+                if layer is not gate.hidden:
+                    layer.weight.mul_(_FAINT)
+                    layer.bias.fill_(log_alpha)
+        gate.to(like.device, like.dtype).train(model.training)
