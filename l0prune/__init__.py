@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from l0prune.training.budget import Budget
     from l0prune.training.exits import add_exits
     from l0prune.training.history import History
+    from l0prune.training.input_cost import input_penalty
+    from l0prune.training.input_gates import add_input_gates
+    from l0prune.training.input_macs import InputMacs, input_macs
     from l0prune.training.penalty import param_groups, penalty
     from l0prune.training.pruner import Pruner
     from l0prune.training.settings import Settings
@@ -63,6 +66,7 @@ _HOMES = {
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
+    "InputMacs": "training.input_macs",
     "LatencyTable": "timing.table",
     "Measure": "plan.measures",
     "Pruner": "training.pruner",
@@ -72,6 +76,7 @@ _HOMES = {
     "Survey": "report.survey",
     "Task": "running.task",
     "add_exits": "training.exits",
+    "add_input_gates": "training.input_gates",
     "choose_exits": "exporting.exits.early_exits",
     "compensate": "selection.compensate",
     "distributions": "gating.kinds",
@@ -82,6 +87,8 @@ _HOMES = {
     "from_pretrained": "files.smaller_model",
     "gate": "gating.gate",
     "gates": "gating.gate",
+    "input_macs": "training.input_macs",
+    "input_penalty": "training.input_cost",
     "load": "files.artifact",
     "load_data": "running.sources",
     "load_model": "files.model_sources",
@@ -118,6 +125,7 @@ __all__ = [
     "Gates",
     "HardConcrete",
     "History",
+    "InputMacs",
     "LatencyTable",
     "Measure",
     "Pruner",
@@ -128,6 +136,7 @@ __all__ = [
     "Task",
     "__version__",
     "add_exits",
+    "add_input_gates",
     "choose_exits",
     "compensate",
     "distributions",
@@ -138,6 +147,8 @@ __all__ = [
     "from_pretrained",
     "gate",
     "gates",
+    "input_macs",
+    "input_penalty",
     "load",
     "load_data",
     "load_model",

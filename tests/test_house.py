@@ -21,13 +21,14 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
-    "Data", "EarlyExits", "Export", "Gate", "Gates", "HardConcrete", "History", "LatencyTable",
-    "Measure", "Pruner", "Report", "Settings", "SmallerVocabulary", "Survey",
-    "Task", "__version__", "add_exits", "choose_exits", "compensate",
+    "Data", "EarlyExits", "Export", "Gate", "Gates", "HardConcrete", "History", "InputMacs",
+    "LatencyTable", "Measure", "Pruner", "Report", "Settings", "SmallerVocabulary",
+    "Survey", "Task", "__version__",
+    "add_exits", "add_input_gates", "choose_exits", "compensate",
     "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
-    "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups",
-    "penalty", "read_info", "resize", "save", "score", "scores", "shrink",
-    "shrink_vocabulary", "survey",
+    "gates", "input_macs", "input_penalty", "load", "load_data", "load_model", "measure",
+    "measures", "param_groups", "penalty", "read_info", "resize", "save", "score", "scores",
+    "shrink", "shrink_vocabulary", "survey",
     "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

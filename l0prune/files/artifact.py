@@ -28,6 +28,7 @@ from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
 from l0prune.files.exit_network import ExitNetwork
+from l0prune.files.input_gates import InputGatedNetwork
 from l0prune.files.model_sources import load_model
 from l0prune.files.onnx_network import OnnxNetwork
 from l0prune.files.pickles import check_exists, check_whole, load_bytes
@@ -63,7 +64,15 @@ _OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (
 )
 
 
-_EXITS = "exits"  # in the information: of a network with early exits, what builds them
+# In the information: of a network with early exits or input gates, what builds them.
+_EXITS, _INPUT_GATES = "exits", "input_gates"
+_AROUND: dict[str, type[ExitNetwork | InputGatedNetwork]] = {
+    _EXITS: ExitNetwork,
+    _INPUT_GATES: InputGatedNetwork,
+}
+
+
+_INNER = "network."  # how the names of a network's tensors begin within input gates
 
 
 _OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
@@ -137,8 +146,9 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     gates = _gates_or_none(model)
     if gates is not None:
         facts = {**gates.facts, **facts}
-    if isinstance(model, ExitNetwork) and model.facts is not None:
-        facts[_EXITS] = json.loads(json.dumps(model.facts))
+    for name, around in _AROUND.items():
+        if isinstance(model, around) and model.facts is not None:
+            facts[name] = json.loads(json.dumps(model.facts))
     if isinstance(model, OnnxNetwork):
         facts.setdefault("model", model.origin.file)
     tensors: dict[str, Tensor] = {}
@@ -294,10 +304,19 @@ def _built(
             raise ValueError("neither a module nor what builds it")
         if not trust:
             check_consent(spec, path)
-        model, exits = load_model(spec), content.info.get(_EXITS)
-        return model if exits is None else ExitNetwork.of_facts(model, exits)
+        return _with_what_is_around(load_model(spec), content.info, _EXITS, _INPUT_GATES)
     trusted = trust and not structure.is_ordinary
-    return unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
+    if _INPUT_GATES in content.info:
+        state = {name.removeprefix(_INNER): value for name, value in state.items()}
+    model = unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
+    return _with_what_is_around(model, content.info, _INPUT_GATES)
+
+
+def _with_what_is_around(model: nn.Module, info: Mapping[str, Any], *names: str) -> nn.Module:
+    for name in names:
+        if name in info:
+            model = _AROUND[name].of_facts(model, info[name])
+    return model
 
 
 def _spec(info: Mapping[str, Any]) -> str:
@@ -364,6 +383,9 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
         plain = copy.deepcopy(model, {id(t): _hollow(t) for t in stored.values()})
         if is_gated(plain):
             detach(plain)
+        inner = ""
+        if isinstance(plain, InputGatedNetwork):
+            plain, inner = plain.take_off(), _INNER  # no pickle has hooks
         buffer = io.BytesIO()
         torch.save(plain, buffer)
     except Exception as error:  # the user's classes run here, so anything can come out
@@ -373,7 +395,7 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
             f"{path} was not written: the model cannot be pickled ({error}). Build it by a "
             "function in a file instead: --model path.py:factory."
         ) from error
-    hollow = [name for name, _ in named_tensors(plain) if name in stored]
+    hollow = [name for name, _ in named_tensors(plain) if inner + name in stored]
     bytes_ = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     return Packed(bytes_, _is_ordinary(buffer.getvalue(), _bytes_of(stored.values())), hollow)
 

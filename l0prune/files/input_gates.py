@@ -53,6 +53,9 @@ class GatedBlock(NamedTuple):
     skips: bool
 
 
+STEEP = 20.0
+"""By how much log α is larger than what the Linears say: gates have farther to go than weights."""
+
 Work = tuple[str, int, tuple[int, ...], float]
 """A layer, the number of its block, the axes of that by which it grows, and its MACs."""
 
@@ -94,10 +97,10 @@ class InputGate(nn.Module):
         elif self.dim != -1:
             x = x.movedim(self.dim, -1)
         hidden = self.hidden(x).relu()
-        logits = [self._exact(axis(hidden)) for axis in self.axes]
+        logits = [self._log_alpha(axis(hidden)) for axis in self.axes]
         z = [self._z(each) for each in logits]
         if self.whole is not None:
-            logits.append(self._exact(self.whole(hidden)))
+            logits.append(self._log_alpha(self.whole(hidden)))
             of_block = self._z(logits[-1])
             z = [each * of_block for each in z]
         if self.training or self.is_recording:
@@ -105,9 +108,9 @@ class InputGate(nn.Module):
         return z
 
     @staticmethod
-    def _exact(logits: Tensor) -> Tensor:
-        """Return logits in float32 at least, whatever autocast does."""
-        return logits.float() if logits.dtype.itemsize < 4 else logits
+    def _log_alpha(found: Tensor) -> Tensor:
+        """Return what a Linear says as log α, in float32 at least, whatever autocast does."""
+        return STEEP * (found.float() if found.dtype.itemsize < 4 else found)
 
     def _z(self, logits: Tensor) -> Tensor:
         if not self.training:
@@ -161,7 +164,7 @@ class InputGatedNetwork(nn.Module):
         target: share of those MACs that is to be computed on average; None for a price.
         price: of that share, in units of the loss, where there is no target.
         shape: weight of batch-shaping.
-        multiplier: what stands for the price under a target; it learns (``cost``).
+        multiplier: what stands for the price under a target; it learns (``input_penalty``).
     """
 
     multiplier: Tensor

@@ -119,7 +119,9 @@ def _with_blocks(model: nn.Module, found: list[Place]) -> Iterator[Place]:
 
     What repeats within such a block, a pair of layers, is none itself.
     """
-    kinds = {path: kind_of_block(model.get_submodule(path)) for place in found for path in place.paths}
+    kinds = {
+        path: kind_of_block(model.get_submodule(path)) for place in found for path in place.paths
+    }
     counts: Mapping[Hashable, int] = Counter(kinds.values())
     repeated = {path for path, kind in kinds.items() if kind is not None and counts[kind] > 1}
     around = {path for path in repeated if type(model.get_submodule(path)) is not nn.Sequential}

@@ -19,7 +19,7 @@ from l0prune.selection import fitted
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
 from l0prune.training.lambdas import Lambda
-from l0prune.training.penalty import penalty
+from l0prune.training.penalty import penalty_of_gates
 from l0prune.training.phases import Phases
 from l0prune.training.settings import GateSettings
 
@@ -58,7 +58,7 @@ class GateTerms:
         self.lam = Lambda.of(_lambda(settings), n)
         self.learns = settings.penalty is None
         self._priced = self.lam != Lambda(0.0) or settings.prior is not None
-        self._penalty = partial(penalty, model, counting=settings.counting)
+        self._penalty = partial(penalty_of_gates, model, counting=settings.counting)
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training

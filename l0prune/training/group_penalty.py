@@ -20,6 +20,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.training.budget import Budget
+from l0prune.training.input_cost import input_gated
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
 from l0prune.training.settings import GateSettings
@@ -48,6 +49,12 @@ class GroupPenalty:
         self._root, _ = holder(model)
         self._gates, self._phases, self._budget = gates, phases, budget
         self.kind = shrinkage_of(str(settings.penalty))
+        if input_gated(model) is not None:
+            raise UsageError(
+                "this model has input gates, which scale what the weights of the same slots "
+                "compute, so that weights which shrink would say nothing of a slot: leave penalty "
+                "out and give lam or a budget, or train without input gates"
+            )
         z = gates.z()
         if bool(((z > 0) & (z != 1)).any()):
             raise UsageError(

@@ -33,6 +33,12 @@ def input_gated(model: nn.Module) -> InputGatedNetwork | None:
     return next((m for m in model.modules() if isinstance(m, InputGatedNetwork)), None)
 
 
+def is_unpaid(model: nn.Module) -> bool:
+    """Return whether input gates were run in training mode, and nobody asked what they pay."""
+    network = input_gated(model)
+    return network is not None and any(gate.chances for gate in network.gates)
+
+
 def shares(network: InputGatedNetwork) -> Tensor | None:
     """Return the share of the MACs that the gates left in the last forward, on average.
 
@@ -64,11 +70,15 @@ def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tenso
     return reduce(torch.mul, [*own, means[-1]] if skips else own)
 
 
-def cost(model: nn.Module) -> Tensor | None:
-    """Return what the input gates of the last forward in training mode pay; to add to the loss.
+def input_penalty(model: nn.Module) -> Tensor | None:
+    """What the input gates of the last forward in training mode pay, to add to the loss.
 
-    The multiplier of a target takes its step. None where the model has no such gates, or there was
-    no such forward since the last cost.
+    ``finetune`` and ``train_dense`` add it by themselves, ``l0prune.penalty`` has it in it; in a
+    loop of your own with a ``Pruner`` it belongs to the loss of each forward, before its backward
+    pass. The multiplier of a target takes its step.
+
+    Returns a scalar; None where the model has no input gates, or has not been run in training mode
+    since the last penalty.
     """
     network = input_gated(model)
     if network is None:

@@ -19,7 +19,7 @@ from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import UsageError
 from l0prune.files.exit_network import ExitNetwork
-from l0prune.files.input_gates import GatedBlock, InputGatedNetwork, Reader, Work
+from l0prune.files.input_gates import STEEP, GatedBlock, InputGatedNetwork, Reader, Work
 from l0prune.gating import defaults
 from l0prune.gating.attaching import check_ungated
 from l0prune.gating.kinds.base import Gate
@@ -109,7 +109,9 @@ def add_input_gates(
     if price is None:
         target = _TARGET if target is None else target
         _check_reach(target, work, macs)
-    result = InputGatedNetwork(model, blocks, sizes, kind, work, macs, target, price or 0.0, shape)
+    asked = (target, price or 0.0, shape)
+    with torch.random.fork_rng(devices=[]):
+        result = InputGatedNetwork(model, blocks, sizes, kind, work, macs, *asked)
     _begin(result, model, kind.initial(open_probability), seed)
     result.training = model.training
     return result
@@ -182,10 +184,11 @@ def _is_plain_read(model: nn.Module, site: Site, number: int) -> bool:
     """Return whether the site is all columns of a layer's weight, one for each slot."""
     path, _, name = site.tensor.rpartition(".")
     layer = model.get_submodule(path)
-    is_layer = isinstance(layer, _LAYERS) and name == "weight" and getattr(layer, "groups", 1) == 1
-    is_whole = isinstance(site.layout, Slots) and site.layout.axis == number
-    size = site.layout.size
-    return is_layer and site.role == "read" and is_whole and layer.weight.shape[site.dim] == size
+    if not isinstance(layer, _LAYERS) or name != "weight" or getattr(layer, "groups", 1) != 1:
+        return False
+    is_one_axis = isinstance(site.layout, Slots) and site.layout.axis == number
+    is_whole = site.layout.size == layer.weight.shape[site.dim]
+    return site.role == "read" and is_one_axis and is_whole
 
 
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
@@ -326,9 +329,10 @@ def _entering(captured: Captured, path: str) -> Node | None:
     """Return the value of the captured graph that goes into a module."""
     for node in captured.graph.nodes:
         if path in modules_of(node):
-            for operand in node.all_input_nodes:
-                if path not in modules_of(operand) and operand.name not in captured.names:
-                    return operand
+            outside = (each for each in node.all_input_nodes if path not in modules_of(each))
+            found: Node | None = next((n for n in outside if n.name not in captured.names), None)
+            if found is not None:
+                return found
     return None
 
 
@@ -340,7 +344,9 @@ def _work(plan: Plan, axes: Sequence[Sequence[int]]) -> Iterator[Work]:
     """Yield what follows the gates of some blocks' axes."""
     place = {n: (block, place) for block, of in enumerate(axes) for place, n in enumerate(of)}
     for cost in plan.costs:
-        mine = [place[dim.axis] for dim in cost.dims if isinstance(dim, Slots) and dim.axis in place]
+        mine = [
+            place[dim.axis] for dim in cost.dims if isinstance(dim, Slots) and dim.axis in place
+        ]
         if cost.unit == "macs" and mine:
             yield cost.owner, mine[0][0], tuple(axis for _, axis in mine), _macs(cost)
 
@@ -365,6 +371,6 @@ def _begin(network: InputGatedNetwork, model: nn.Module, log_alpha: float, seed:
                 layer.weight.uniform_(-bound, bound, generator=generator)
                 layer.bias.zero_()
                 if layer is not gate.hidden:
-                    layer.weight.mul_(_FAINT)
-                    layer.bias.fill_(log_alpha)
+                    layer.weight.mul_(_FAINT / STEEP)
+                    layer.bias.fill_(log_alpha / STEEP)
         gate.to(like.device, like.dtype).train(model.training)

@@ -146,13 +146,13 @@ def _work(model: nn.Module, network: InputGatedNetwork) -> _Work:
             owners[cost.owner] += cost.scale * prod(sizes)
     path = next(path for path, module in model.named_modules() if module is network)
     own = within(path, "network")
-    layers = [owners[within(own, layer)] for layer, *_ in network.work]
+    macs = [owners[within(own, layer)] for layer, *_ in network.work]
     kept = [[torch.empty(0)] * len(block.widths) for block in network.blocks]
     for of, block in zip(kept, network.blocks, strict=True):
         for reader in block.readers:
             layout = plan.tensors[within(own, f"{reader.path}.weight")][1]
             of[reader.axis] = plan.mask(layout, slots)
-    return _Work(sum(owners.values()), torch.tensor(layers, dtype=torch.float64), kept)
+    return _Work(sum(owners.values()), torch.tensor(macs, dtype=torch.float64), kept)
 
 
 def _gates(network: InputGatedNetwork) -> list[InputGate]:

@@ -36,6 +36,7 @@ from l0prune.plan.numbers import check_number
 from l0prune.plan.plan import Plan
 from l0prune.running.processes import full_tensor
 from l0prune.training.budget import Budget
+from l0prune.training.input_cost import input_penalty
 from l0prune.training.lambdas import Lambda, LambdaLike
 
 Prior = float | Mapping[str, float]
@@ -221,6 +222,9 @@ def penalty(
     (eq. 27, 28). λ·N is then the code length of a weight in nats; docs/objective.md has the
     whole objective.
 
+    A network with input gates (``add_input_gates``) pays for those, too, after a forward in
+    training mode (``input_penalty``).
+
     Args:
         model: a gated model.
         lam: a ``Budget``, whose Lagrangian this then is; or λ as a number, as text (``"0.1/N"``,
@@ -240,6 +244,23 @@ def penalty(
         NotGated: the model carries no gates.
         UsageError: λ, ``counting``, ``l2`` or ``prior`` makes no sense.
     """
+    options: dict[str, Any] = {"l2": l2, "l2_detach": l2_detach, "prior": prior}
+    total = penalty_of_gates(model, lam, n=n, counting=counting, **options)
+    extra = input_penalty(model)
+    return total if extra is None else total + extra.to(total)
+
+
+def penalty_of_gates(
+    model: nn.Module,
+    lam: LambdaLike | Budget,
+    *,
+    n: int | None = None,
+    counting: Counting = "joint",
+    l2: float = 0.0,
+    l2_detach: bool = False,
+    prior: Prior | None = None,
+) -> Tensor:
+    """Return ``penalty`` without what input gates pay."""
     if counting not in ("joint", "groups"):
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
     check_number("l2", l2)

@@ -22,6 +22,7 @@ from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.group_penalty import GroupPenalty
+from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
@@ -66,6 +67,10 @@ _NO_AFTER = (
     f"pruner.before_step() was called {_CALLS} times without pruner.after_step(): the run stays at "
     "its first step, and the gates never meet the budget. Call after_step() after each step of the "
     "optimizer"
+)
+_UNPAID = (
+    "this model has input gates, and nothing makes them close: before its backward pass, the loss "
+    "of each forward needs what they pay: loss = loss + l0prune.input_penalty(model)"
 )
 _NO_BEFORE = (
     f"pruner.after_step() was called {_CALLS} times without pruner.before_step(): the gates feel "
@@ -449,6 +454,8 @@ class Pruner:
         if self._drives_itself and self.step == 0:
             self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
             self.look_ahead()
+            if is_unpaid(self.model):
+                self._speak({"input_penalty": _UNPAID})
         self._pending += 1
         if self._drives_itself and self._pending == _CALLS:
             self._speak({"after_step": _NO_AFTER})

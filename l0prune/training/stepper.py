@@ -25,7 +25,7 @@ from l0prune.running.task import Judge, Task
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint, put_back
 from l0prune.training.distillation import Teacher
-from l0prune.training.input_cost import cost
+from l0prune.training.input_cost import input_penalty
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
@@ -166,7 +166,7 @@ class _LossOf(nn.Module):
                 "in train mode the model gives no loss to learn from: give loss=a function of "
                 "(outputs, targets)"
             )
-        teacher, extra = self._teacher, cost(self.model)
+        teacher, extra = self._teacher, input_penalty(self.model)
         learned = loss if teacher is None else teacher.mixed(loss, outputs, inputs)
         return loss.detach(), learned if extra is None else learned + extra
 
