@@ -92,8 +92,9 @@ def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -
         notes,
         bank.facts.get("preprocessing"),
     )
-    if bank.quantizer is not None and any(bank.quantizer.counts):
-        result.ranges = bank.quantizer.found
+    quantizer = holder(network.gated)[1].quantizer
+    if quantizer is not None and any(quantizer.counts):
+        result.ranges = quantizer.for_file(result.plan, result.kept)
     placed(result.module, device_of(gated))
     return result
 

@@ -158,10 +158,13 @@ def copies_of(model: nn.Module) -> Network:
     check_values(model)
     check_intact(model)
     gated = copied_around(model).to(exact_device(device_of(model))).eval()
-    plain = copied_around(gated)
-    bank, acting = detach(plain), holder(gated)[1]
+    root, acting = holder(gated)
     if acting.quantizer is not None:
+        if acting.quantizer.is_on:
+            acting.quantizer.bake(root)
         acting.quantizer.off()
+    plain = copied_around(gated)
+    bank = detach(plain)
     dtypes = Dtypes.of(plain)
     example = cast(bank.example, None if dtypes.others else dtypes.main, device_of(gated))
     free = bank.free

@@ -49,18 +49,19 @@ from l0prune.files.user_code import is_rebuildable
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantization import attach_quantizer
-from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
+from l0prune.gating.learned_bits import quantizer_of
 from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 
 FORMAT = 3  # raised when older versions cannot read what this one writes
 
 
-_OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (
+_OF_GATES = (_LOG_ALPHA, _TEMPERATURE, _) = (
     "l0prune_gates.log_alpha",
     "l0prune_gates.temperature",
+    "l0prune_gates.clips",
 )
 
 
@@ -229,7 +230,7 @@ def load(
             attach(model, gates)
             if content.gates.int8 is not None:
                 ranges = Ranges.of(content.gates.int8)
-                attach_quantizer(model, gates, FakeQuantizer.of(gates, ranges))
+                attach_quantizer(model, gates, quantizer_of(gates, ranges))
     except FileError:
         raise
     # What a file says of itself, and of the model, can be wrong in as many ways as there are.

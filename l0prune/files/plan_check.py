@@ -33,7 +33,7 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
         if not is_count(site.dim):
             raise ValueError(f"a site at dim {site.dim!r}")
     for cost in plan.costs:
-        if not is_number(cost.scale, most=_MOST_WORK) or cost.unit not in ("params", "macs"):
+        if not is_number(cost.scale, most=_MOST_WORK) or cost.unit not in ("params", "macs", "bops"):
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
     for each in plan.activations:
         times = (each.made, each.last)

@@ -137,7 +137,7 @@ def gates_or_none(model: nn.Module) -> Gates | None:
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model but those of its gates, each once, by name."""
     gates = gates_or_none(model)
-    own = set() if gates is None else {*map(id, gates.parameters())}
+    own = set() if gates is None else {*map(id, gates.learned)}
     return {name: p for name, p in model.named_parameters() if id(p) not in own}
 
 

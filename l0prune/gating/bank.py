@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,8 @@ _ALIKE = 0.5
 # … and are moved by a score by so much at most.
 _FURTHEST = 2.0
 _CHANCES = (1e-6, 1 - 1e-6)
+# P(z = 0) below which bits are there in eval mode (Bayesian Bits, eq. 22).
+_THRESHOLD = 0.34
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,8 +46,8 @@ class GateAxis:
 
     Attributes:
         name: the axis' name in the plan.
-        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input`` or
-            ``branch``, whose one slot is all of it.
+        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input``,
+            ``branch``, whose one slot is all of it, or ``bits``.
         size: number of slots.
         slice: their range in ``log_alpha``.
         open: which slots an export would keep; bool, shape ``(size,)``, on the CPU.
@@ -82,6 +84,8 @@ class Gates(nn.Module):
             of doubles, and never less precise than that.
         temperature: what else of the gates learns, flat, as precise; None where nothing does. See
             ``HardConcrete(beta="learn")``.
+        clips: what of the ranges of a quantizer learns with the weights, flat; None where nothing
+            does. See ``LearnedBits``.
         plan: where the gates act.
         gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
             done)`` in its place between two steps; ``finetune`` does.
@@ -99,6 +103,7 @@ class Gates(nn.Module):
 
     log_alpha: nn.Parameter
     temperature: nn.Parameter | None
+    clips: nn.Parameter | None
     kept: Tensor | None = None
     made_whole_by: Callable[[], None] | None = None
     quantizer: FakeQuantizer | None = None
@@ -122,19 +127,48 @@ class Gates(nn.Module):
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
         self.register_parameter("temperature", None)
-        if isinstance(gate, LearnsTemperature):
-            sizes = [axis.size for axis in plan.axes]
-            if (started := gate.temperature_start(sizes)) is not None:
-                self.temperature = nn.Parameter(started.to(log_alpha))
-                self._temperature_index = gate.temperature_index(sizes)
+        self.register_parameter("clips", None)
+        self._start_temperature()
         self._values = {_place(plan, site): GateValues() for site in plan.sites}
         self._spread_over(None)
         self._now = Current()
         self.products = Products()
         _alive.add(self)
 
+    def _start_temperature(self) -> None:
+        """Let what else learns start, but for the part of it that has learned already."""
+        if not isinstance(self.gate, LearnsTemperature):
+            return
+        sizes, before = [axis.size for axis in self.plan.axes], self.temperature
+        if (started := self.gate.temperature_start(sizes)) is not None:
+            started = started.to(self.log_alpha.detach())
+            if before is not None:
+                count = min(len(started), len(before))
+                started[:count] = before.detach()[:count]
+            self.temperature = nn.Parameter(started)
+            self._temperature_index = self.gate.temperature_index(sizes)
+
+    def change_plan(self, plan: Plan, log_alpha: Tensor) -> None:
+        """Take a plan that has more axes at its end than the present one, or fewer.
+
+        The parameters are new objects: no optimizer may have the former ones yet.
+
+        Shape: log_alpha ``(plan.size,)``.
+        """
+        self.plan = plan
+        self.log_alpha = nn.Parameter(log_alpha.detach(), self.log_alpha.requires_grad)
+        self._start_temperature()
+        self._spread_over(self.kept)
+        self._forget()
+
+    @property
+    def learned(self) -> list[nn.Parameter]:
+        """Parameters of the gates themselves, without ``clips``."""
+        return [p for p in (self.log_alpha, self.temperature) if p is not None]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._parameters.setdefault("clips", None)  # of an older version
         _alive.add(self)
 
     def __prepare_scriptable__(self) -> None:
@@ -178,6 +212,9 @@ class Gates(nn.Module):
         """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
         with nullcontext() if log_alpha.requires_grad else torch.no_grad():
             z = self.gate_now.estimate(log_alpha)
+            if (first := self.plan.slots) < self.plan.size:
+                chances = self.gate_now.open_probability(log_alpha.detach())[first:]
+                z = torch.cat([z[:first], (chances > 1 - _THRESHOLD).to(z)])
         return self._with_one(z, log_alpha)
 
     def _with_one(self, z: Tensor, log_alpha: Tensor) -> Tensor:
@@ -243,19 +280,21 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def are_uniform(self, among: Tensor | None = None) -> bool:
-        """Return whether all gates are equally open, as they are when they are put on.
+        """Return whether all gates but those of bits are equally open, as when they are put on.
 
         Args:
             among: of these gates alone; bool, shape ``(plan.size,)``.
         """
-        odds = self._odds() if among is None else self._odds()[among.to(self.log_alpha.device)]
+        odds = self._odds()[: self.plan.slots]
+        if among is not None:
+            odds = odds[among[: self.plan.slots].to(odds.device)]
         return not len(odds) or float(odds.max() - odds.min()) < _ALIKE
 
     @torch.no_grad()
     def init_from_scores(self, scores: Tensor) -> None:
         """Open each gate further the more its slot matters, and less the less it does.
 
-        The log odds of each gate move by the logarithm of its score, of which the mean over all
+        Gates of bits stay as they are. The log odds of each other gate move by the logarithm of its score, of which the mean over all
         gates is taken away and the spread made 1, within ±2: learning begins where one look at the
         network or the data ends, and may still think better of it.
 
@@ -273,8 +312,11 @@ class Gates(nn.Module):
                 f"scores are {self.plan.size} finite numbers of 0 or more, one for each gate, as "
                 f"l0prune.score gives them; these have shape {tuple(scores.shape)}"
             )
-        odds = (self._odds() + _standardised(scores).to(self.log_alpha.device)).cpu()
-        self.log_alpha.copy_(self.initial(odds.sigmoid()))
+        first = self.plan.slots
+        moves = torch.zeros_like(scores, dtype=torch.float64, device="cpu")
+        moves[:first] = _standardised(scores[:first])
+        odds = self._odds().cpu() + moves
+        self.log_alpha[:first] = self.initial(odds.sigmoid()).to(self.log_alpha)[:first]
 
     def put(self, open_: Tensor) -> None:
         """Call ``set_open``, by the name that it had."""
@@ -440,11 +482,10 @@ class Gates(nn.Module):
             if now.noise is None:
                 now.noise = _uniform(value)
             now.z = self._with_one(self.gate_now.sample(value, now.noise), value)
+            now.z = self._waited_for(now.z, [p for p in (self.clips,) if p is not None])
         elif self.fixed:
             now.z = self.estimated(value.detach())
-            if self.training and is_joined():
-                for each in self.parameters():  # DDP waits for a gradient of every parameter
-                    now.z = now.z + 0 * each.sum()
+            now.z = self._waited_for(now.z, self.parameters())
         else:
             now.z = self.estimated(value)
         now.spread, parts = self._spreader(now.z)
@@ -456,6 +497,13 @@ class Gates(nn.Module):
             now.note(
                 value, self._mode(), is_fleeting=now.noise is not None or self._given is not None
             )
+
+    def _waited_for(self, z: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Let parameters have a gradient, of 0: DDP waits for one of each."""
+        if self.training and is_joined():
+            for each in parameters:
+                z = z + 0 * each.sum()
+        return z
 
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""

@@ -57,10 +57,10 @@ def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -
         written = {model.get_submodule(path): point for path, point in scheme.outputs.items()}
     except AttributeError as error:
         raise UsageError(f"the ranges for int8 are of another model: {error}") from error
-    for layer in scheme.layers:
+    for number, layer in enumerate(scheme.layers):
         module = modules[layer.path]
         link: Link = module.__dict__.setdefault(LINK, Link(gates, {}, {}))
-        link.quantizer = quantizer
+        link.quantizer, link.layer = quantizer, number
         names, lists, _ = gating_of(module)
         names = names if "weight" in names else (*names, "weight")
         module.__class__ = gated_class(original_class(module), names, lists, module is model)

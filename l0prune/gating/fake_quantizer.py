@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l0prune.plan.int8 import LEVELS, SMALLEST, Ranges, Scheme
+from l0prune.plan.plan import Plan
 
 _LEAST_SHARE = 0.01  # of a step in the moving averages
 
@@ -53,10 +54,21 @@ class FakeQuantizer:
     def of(cls, gates: _Bank, ranges: Ranges) -> FakeQuantizer:
         """Return one that is on, with ranges that a training found."""
         made = cls(gates, ranges.scheme, ranges.largest)
-        found = torch.tensor([ranges.least, ranges.most]).T.contiguous()
-        made.load(found, ranges.counts)
-        made.is_on = True
+        made.take(ranges)
         return made
+
+    def take(self, ranges: Ranges) -> None:
+        """Take ranges that a training found, and be on."""
+        found = torch.tensor([ranges.least, ranges.most]).T.contiguous()
+        self.load(found, ranges.counts)
+        self.is_on = True
+
+    def bake(self, model: nn.Module) -> None:
+        """Put the weights of a gated model on grids of which its float32 file is; none is here."""
+
+    def for_file(self, plan: Plan, kept: Tensor) -> Ranges | None:
+        """Return the ranges for a file with these slots; None where nothing is quantized."""
+        return self.found
 
     @property
     def found(self) -> Ranges:
@@ -79,8 +91,8 @@ class FakeQuantizer:
         """Return whether weights are read quantized now."""
         return self.is_on and not self._gates.bypassed
 
-    def weight(self, weight: Tensor) -> Tensor:
-        """Quantize a weight. Shape: ``(outputs, …)``, and so the result."""
+    def weight(self, weight: Tensor, layer: int) -> Tensor:
+        """Quantize the weight of this layer. Shape: ``(outputs, …)``, and so the result."""
         if not weight.numel():
             return weight
         steps = weight.detach().flatten(1).abs().amax(1).float() / self.largest
@@ -97,6 +109,9 @@ class FakeQuantizer:
             self._observe(point, value.detach())
         if not (self.is_on and self.counts[point]):
             return value
+        return self._on_grid(point, value)
+
+    def _on_grid(self, point: int, value: Tensor) -> Tensor:
         if self._steps.device != value.device:
             self._steps, self._zeros = self._steps.to(value.device), self._zeros.to(value.device)
         steps, zeros = self._steps[point], self._zeros[point]

@@ -217,7 +217,7 @@ def _gated_tensor(name: str) -> property:
             result = link.product(name, stored, stored.dtype)
         if link.quantizes(name):
             assert link.quantizer is not None
-            result = link.quantizer.weight(result)
+            result = link.quantizer.weight(result, link.layer)
         if result is stored:
             return stored
         # A forward writes into no parameter; into a buffer it may, in training mode.

@@ -71,6 +71,7 @@ class Link:
         lists: by attribute, the lists in which the module keeps such parameters.
         scales: by parameter of a module that was cut, what stands for its numbers in the forward.
         quantizer: of the module's weight; None where it is not quantized.
+        layer: number of the module among those that the quantizer knows.
     """
 
     gates: Gates
@@ -78,6 +79,7 @@ class Link:
     lists: dict[str, KeptList]
     scales: dict[str, Scale] = field(default_factory=dict)
     quantizer: FakeQuantizer | None = None
+    layer: int = 0
 
     def quantizes(self, name: str) -> bool:
         """Return whether a tensor of the module is quantized when it is read now."""

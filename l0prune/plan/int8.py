@@ -52,6 +52,21 @@ class Scheme:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """Bits that a training has learned, for a file.
+
+    Attributes:
+        points: of each point.
+        weights: of each layer's weight.
+        ends: of each layer, the largest whole number of each output's weights, by magnitude.
+    """
+
+    points: tuple[int, ...]
+    weights: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Ranges:
     """A scheme with the ranges that a training found.
 
@@ -60,6 +75,8 @@ class Ranges:
         least, most: of each point, with 0 between.
         counts: steps that each point's range is from; 0 where it is not known.
         largest: integer of a weight, by magnitude.
+        menu: bits of which those of each tensor are learned; empty where all have eight.
+        bits: those that were learned, for a file.
     """
 
     scheme: Scheme
@@ -67,12 +84,19 @@ class Ranges:
     most: tuple[float, ...]
     counts: tuple[int, ...]
     largest: int
+    menu: tuple[int, ...] = ()
+    bits: Bits | None = None
+
+    def levels(self, point: int) -> int:
+        """Return the largest whole number of a point's grid, 255 for eight bits."""
+        return LEVELS if self.bits is None else 2 ** self.bits.points[point] - 1
 
     def grid(self, point: int) -> tuple[np.float32, int]:
-        """Return step and zero of a point's grid ``step·(q − zero)``, q from 0 to 255."""
+        """Return step and zero of a point's grid ``step·(q − zero)``, q from 0 to ``levels``."""
         least, most = np.float32(self.least[point]), np.float32(self.most[point])
-        step = max((most - least) / np.float32(LEVELS), SMALLEST)
-        return step, int(np.clip(np.round(-least / step), 0, LEVELS))
+        levels = self.levels(point)
+        step = max((most - least) / np.float32(levels), SMALLEST)
+        return step, int(np.clip(np.round(-least / step), 0, levels))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON data."""
@@ -102,4 +126,5 @@ class Ranges:
             tuple(map(float, most)),
             tuple(map(int, counts)),
             int(given["largest"]),
+            tuple(map(int, given.get("menu", ()))),
         )

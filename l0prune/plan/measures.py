@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
-from l0prune.plan.plan import Axis, Cost, Plan
+from l0prune.plan.plan import BITS, Axis, Cost, Plan
 
 
 class Measure(ABC):
@@ -309,6 +311,36 @@ class Macs(Count):
 
 
 @register
+class Bops(Count):
+    """Bits of the weight times bits of what it meets, of all multiply-accumulates of one example.
+
+    They are 32 each in floating point, and so in the dense network; see ``plan/bits.py`` for those
+    that are learned. The expected amount is exact for independent gates.
+    """
+
+    name, label = "bops", "BOPs"
+
+    def __init__(self, plan: Plan) -> None:
+        known = any(cost.unit == self.name for cost in plan.costs)
+        super().__init__(plan, None if known else CostModel(plan, [*_in_float32(plan)]))
+        self._float = CostModel(plan, [*_in_float32(plan)])
+
+    def dense(self, through: Axes = None) -> int:
+        """The count of the dense network in float32."""
+        return self._float.dense(self.name, through)
+
+    def reachable(self) -> float:
+        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        return Measure.reachable(self)
+
+
+def _in_float32(plan: Plan) -> Iterable[Cost]:
+    for cost in plan.costs:
+        if cost.unit == Macs.name:
+            yield replace(cost, unit=Bops.name, scale=cost.scale * FLOAT**2)
+
+
+@register
 class Width(Count):
     """Slots of an axis: channels, neurons, heads; a branch has no width."""
 
@@ -337,7 +369,7 @@ class Width(Count):
     @staticmethod
     def counts(axis: Axis) -> bool:
         """Return whether the slots of an axis count."""
-        return axis.kind != KIND
+        return axis.kind not in (KIND, BITS)
 
 
 @register
@@ -371,6 +403,7 @@ class Latency(SumOfTerms):
 
 __all__ = [
     "Amounts",
+    "Bops",
     "Count",
     "Heads",
     "Latency",

@@ -35,6 +35,9 @@ from l0prune.plan.layout import (
 )
 
 
+BITS = "bits"  # kind of the axes that are bits of a tensor, not slots of one
+
+
 def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Tensor]:
     """The layout of the positions that stay, and which do.
 
@@ -95,7 +98,8 @@ class Axis:
     Attributes:
         name: readable and unique in its plan, after the module that writes the axis.
         kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input``, ``branch`` or
-            ``vocabulary``.
+            ``vocabulary``; or ``bits``, whose slots are bits of a tensor that is quantized
+            (``plan/bits.py``).
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
@@ -215,6 +219,11 @@ class Plan:
     def size(self) -> int:
         """Number of gates."""
         return sum(axis.size for axis in self.axes)
+
+    @cached_property
+    def slots(self) -> int:
+        """Number of gates that are not of bits, which are the last ones."""
+        return next((axis.start for axis in self.axes if axis.kind == BITS), self.size)
 
     @property
     def names(self) -> tuple[str, ...]:

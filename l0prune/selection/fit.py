@@ -20,7 +20,7 @@ from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound, LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Measure, Source
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.batches import usual_batch_size
 from l0prune.running.stages import stage
@@ -192,7 +192,7 @@ def _wanted(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tu
 
 def _scored(plan: Plan) -> list[str]:
     """Kinds of axes whose scores compare with each other: all but branches, or these alone."""
-    return sorted({axis.kind for axis in plan.axes} - {KIND})
+    return sorted({axis.kind for axis in plan.axes} - {KIND, BITS})
 
 
 def _are_unlearned(

@@ -21,7 +21,7 @@ from l0prune.plan.layout import Gated, axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
 from l0prune.plan.numbers import check_whole
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import BITS, Plan
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002
@@ -348,12 +348,12 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
 def have_widths(plan: Plan) -> list[bool]:
     """For each axis, whether the number of its slots is a width of some tensor.
 
-    That of heads and groups is none, nor that of branches, nor that of single inputs that are cut
-    beside whole maps.
+    That of heads and groups is none, nor that of branches or bits, nor that of single inputs that
+    are cut beside whole maps.
     """
     fine = beside_maps(plan)
     return [
-        axis.kind not in ("head", "group", KIND) and number not in fine
+        axis.kind not in ("head", "group", KIND, BITS) and number not in fine
         for number, axis in enumerate(plan.axes)
     ]
 

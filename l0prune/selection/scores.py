@@ -20,7 +20,7 @@ from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
 from l0prune.plan.numbers import SEEDS, check_whole
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of
 from l0prune.running.batches import usual_batch_size
 from l0prune.running.criteria import Loss
@@ -352,7 +352,7 @@ def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
     """Each value over the mean of its axis, or of all switches; those that are all 0 stay so."""
     result, switches = values.clone(), switches_of(plan)
     numbers = torch.arange(plan.size)
-    among = [numbers[axis.slice] for axis in plan.axes if axis.kind != KIND]
+    among = [numbers[axis.slice] for axis in plan.axes if axis.kind not in (KIND, BITS)]
     for slots in (*among, switches.nonzero().flatten()):
         mean = values[slots].mean() if len(slots) else 0
         if mean > 0:

@@ -13,16 +13,16 @@ from pydantic import AfterValidator, TypeAdapter
 
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, to_json
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import without_switches
 
 
 def plan_id(plan: Plan) -> str:
     """Return a digest of the plan's axes and tensor layouts: times depend on nothing else of it.
 
-    A table is of all branches, and good whichever of them has a switch.
+    A table is of all branches, and good whichever of them has a switch, and whatever bits are learned.
     """
-    axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind != KIND]
+    axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind not in (KIND, BITS)]
     tensors = {
         name: [to_json(without_switches(plan, dim)) for dim in dims]
         for name, dims in plan.tensors.items()

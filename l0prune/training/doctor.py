@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from l0prune.errors import TrainingError
 from l0prune.gating.kinds.base import Gate
+from l0prune.plan.plan import BITS
 from l0prune.plan.switches import idle
 from l0prune.running.task import amounts
 from l0prune.training.gate_terms import ALWAYS, GateTerms
@@ -236,8 +237,8 @@ class Doctor:
         unneeded = idle(plan, plan.kept(self._gates.open()))
         for number, axis in enumerate(plan.axes):
             expected = float(p[axis.slice].sum())
-            if unneeded[axis.slice].all() or number in plan.closing:
-                continue  # with its branch
+            if unneeded[axis.slice].all() or number in plan.closing or axis.kind == BITS:
+                continue  # with its branch; bits have others left
             if axis.size > _DYING and (axis.name in record["dead"] or expected < _DYING):
                 yield (
                     f"dying: {axis.name}",

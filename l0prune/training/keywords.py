@@ -40,7 +40,8 @@ class GateKeywords(TypedDict, total=False):
     gate_lr: float | None
     learn: bool | Literal["gates"]
     penalty: str | None
-    quantize: Literal["int8"] | None
+    quantize: Literal["int8", "bits"] | None
+    bits: Sequence[int]
     compact: Compact
 
 

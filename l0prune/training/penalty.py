@@ -294,7 +294,7 @@ def param_groups(
     Raises:
         NotGated: the model carries no gates.
     """
-    gates = [p for p in gates_of(model).parameters() if p.requires_grad]
+    gates = [p for p in gates_of(model).learned if p.requires_grad]
     weights = [p for p in weights_of(model).values() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from l0prune.errors import UsageError, warn, warn_renamed
 from l0prune.gating.attaching import gates_of, weights_of
 from l0prune.gating.bank import asked_of
+from l0prune.plan.bits import check_menu
 from l0prune.plan.numbers import check_whole
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
@@ -27,7 +28,7 @@ from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
-from l0prune.training.quantizing import Quantizing, without_quantizer
+from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
 from l0prune.training.settings import AUTO, GATES, NOTHING_SETTLES, GateSettings
 from l0prune.training.standing import Standing
 from l0prune.training.start import Decision, init_gates_from
@@ -165,12 +166,9 @@ class Pruner:
         self._drives_itself = not isinstance(steps, Phases)
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
         self._n = n
-        self._set_out()
-        self._quantizing: Quantizing | None = None
-        if self._settings.quantize is None:
-            without_quantizer(model)
-        else:
-            self._quantizing = Quantizing(model, self.phases)
+        with put_back_quantizer(model):
+            self._quantizing = self._quantized(model)
+            self._set_out()
         is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model, own_loop=self._drives_itself)
         self._shrinking = CompactionPolicy(
@@ -190,6 +188,12 @@ class Pruner:
                 self.take_gates()
             asked_of[self.gates] = partial(_unfinished, ref(self))
             self.begin_step()
+
+    def _quantized(self, model: nn.Module) -> Quantizing | None:
+        if self._settings.quantize is None:
+            return without_quantizer(model)
+        menu = check_menu(self._settings.bits) if self._settings.quantize == "bits" else ()
+        return Quantizing(model, self.phases, menu)
 
     def _set_out(self) -> None:
         """From the gates as they are now."""
@@ -302,7 +306,7 @@ class Pruner:
 
     @property
     def _of_gates(self) -> list[nn.Parameter]:
-        return [p for p in self.gates.parameters() if p.requires_grad]
+        return [p for p in self.gates.learned if p.requires_grad]
 
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for any optimizer, which hold the weights alone: the gates are taken.

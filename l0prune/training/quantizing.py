@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.exporting.capture_parts import surveyed
 from l0prune.exporting.network import copies_of
 from l0prune.gating.attaching import holder
+from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantization import attach_quantizer, detach_quantizer
 from l0prune.gating.fake_quantizer import FakeQuantizer
+from l0prune.gating.learned_bits import LearnedBits
 from l0prune.infer.quantized_layers import quantized_layers
+from l0prune.plan.bits import with_bits, without_bits
+from l0prune.plan.int8 import Scheme
 from l0prune.running.processes import is_sharded, those_that_train
 from l0prune.training.phases import Phases
+
+_SOONER = 20  # bits that are learned begin after one in so many steps
+_OPEN = 0.99  # P(z ≠ 0) of gates of bits to begin with
 
 
 class Quantizing:
     """Fake quantization of a gated model over the steps of a run.
 
     It is off while the gates start, on from the middle of the run, and in the settle phase always.
-    Ranges are looked for from half of that way on, and they are known after one step.
+    Ranges are looked for from half of that way on, and they are known after one step. Bits that are
+    learned take more steps: there it is on after a twentieth of them, with the ranges of these.
 
     Args:
         model: gated and whole. Ranges of an earlier run are forgotten.
         phases: of the run.
+        menu: bits of which those of each tensor are learned; empty for eight.
 
     Raises:
         UsageError: the model is captured in parts, its weights are in shards, or it has no layer
@@ -35,18 +45,20 @@ class Quantizing:
         CaptureError: torch.export can no longer follow it.
     """
 
-    def __init__(self, model: nn.Module, phases: Phases) -> None:
+    def __init__(self, model: nn.Module, phases: Phases, menu: Sequence[int] = ()) -> None:
         root, gates = holder(model)
-        self._begins = min(phases.total // 2, phases.learning)
-        self._total, self._step = phases.total, 0
-        self._quantizer = _quantizer(root)
+        self._begins = min(phases.total // (_SOONER if menu else 2), phases.learning)
+        self._from = 0 if menu else self._begins // 2
+        self._until = max(1, self._begins) if menu else phases.total
+        self._step = 0
+        self._quantizer = _quantizer(root, tuple(menu))
         attach_quantizer(root, gates, self._quantizer)
 
     def begin(self, step: int) -> None:
         """Before a step: be on or off, as the run has it."""
         self._step = step
         self._quantizer.forget()
-        self._quantizer.is_observing = self._begins // 2 <= step < self._total
+        self._quantizer.is_observing = self._from <= step < self._until
         self._quantizer.is_on = step >= self._begins
 
     def advance(self) -> None:
@@ -59,7 +71,7 @@ class Quantizing:
             seen = world.largest_(seen * signs) * signs
             computed = seen.isfinite().all(1).nonzero().flatten().tolist()
         self._quantizer.advance(seen, computed)
-        self._quantizer.is_observing &= self._step + 1 < self._total
+        self._quantizer.is_observing &= self._step + 1 < self._until
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is kept beside that of the model."""
@@ -78,13 +90,17 @@ def put_back_quantizer(model: nn.Module) -> Iterator[None]:
     except NotGated:
         yield
         return
-    before = gates.quantizer
+    before, plan = gates.quantizer, gates.plan
+    log_alpha, clips = gates.log_alpha, gates.clips
     try:
         yield
     except Interrupted:
         raise
     except BaseException:
         detach_quantizer(root, gates)
+        if gates.plan is not plan:
+            gates.change_plan(plan, log_alpha)
+        gates.clips = clips
         if before is not None:
             attach_quantizer(root, gates, before)
         raise
@@ -92,30 +108,56 @@ def put_back_quantizer(model: nn.Module) -> Iterator[None]:
 
 def without_quantizer(model: nn.Module) -> None:
     """Take off what an earlier run has put on: ranges do not last while weights learn without."""
-    detach_quantizer(*holder(model))
+    root, gates = holder(model)
+    detach_quantizer(root, gates)
+    gates.clips = None
+    if gates.plan.slots < gates.plan.size:
+        gates.change_plan(without_bits(gates.plan), gates.log_alpha[: gates.plan.slots])
 
 
-def _quantizer(root: nn.Module) -> FakeQuantizer:
+def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
+    """Return the quantizer of a model, of the kind and with the bits that its last one had."""
     _, gates = holder(root)
     if gates.plan.parts != ("",):
         raise UsageError(
-            "quantize='int8' is for models that are captured whole, and this one was captured in "
-            "parts: an int8 file is made of one. Leave quantize out"
+            "quantize is for models that are captured whole, and this one was captured in parts: "
+            "an int8 file is made of one. Leave quantize out"
         )
-    if gates.quantizer is not None:
-        return FakeQuantizer(gates, gates.quantizer.scheme, gates.quantizer.largest)
-    if any(map(is_sharded, root.parameters())):
-        raise UsageError(
-            "quantize='int8' needs whole weights, and these are in shards (FSDP): train with "
-            "distributed='ddp'"
-        )
+    before = gates.quantizer
+    if before is None or before.found.menu != menu:
+        scheme = _scheme(root) if before is None else before.scheme
+        without_quantizer(root)
+        if menu:
+            _add_bits(gates, scheme, menu)
+    else:
+        scheme = before.scheme
+    if menu:
+        return LearnedBits(gates, scheme, menu)
     from l0prune.exporting.onnx.quantizer import has_dot_products  # loads onnx
 
+    largest = 127 if has_dot_products() else 63
+    return FakeQuantizer(gates, scheme, largest if before is None else before.largest)
+
+
+def _add_bits(gates: Gates, scheme: Scheme, menu: Sequence[int]) -> None:
+    """Give a bank gates of bits, all open, so that training begins with the most of the menu."""
+    plan = with_bits(gates.plan, scheme, menu)
+    start = gates.gate.initial(_OPEN)
+    more = gates.log_alpha.new_full((plan.size - gates.plan.size,), start)
+    gates.change_plan(plan, torch.cat([gates.log_alpha.detach(), more]))
+
+
+def _scheme(root: nn.Module) -> Scheme:
+    if any(map(is_sharded, root.parameters())):
+        raise UsageError(
+            "quantize needs whole weights, and these are in shards (FSDP): train with "
+            "distributed='ddp'"
+        )
     (part,) = surveyed(copies_of(root), frees_batch=False).found
     scheme = quantized_layers(part.analysis.captured, root)
     if not scheme.layers:
         raise UsageError(
-            "quantize='int8' finds no Linear and no convolution in this model that its own forward "
-            "computes, which is what is in eight bits"
+            "quantize finds no Linear and no convolution in this model that its own forward "
+            "computes, which is what can have few bits"
         )
-    return FakeQuantizer(gates, scheme, 127 if has_dot_products() else 63)
+    return scheme

@@ -181,11 +181,19 @@ class GateSettings(_Declared):
         "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, or your "
         "own. Its strength is λ or a budget. A slot whose weights have become zero is closed.",
     )
-    quantize: Literal["int8"] | None = Field(
+    quantize: Literal["int8", "bits"] | None = Field(
         None,
         description="int8: let the network know that it will be in eight bits. Weights and what "
         "layers read are fake-quantized from the middle of the run on, and always while settling; "
-        "save_onnx(int8=…) writes an int8 file with these ranges. None for floating point.",
+        "save_onnx(int8=…) writes an int8 file with these ranges. bits: learn how many bits each "
+        "weight and each input of a layer has (Bayesian Bits), under a budget such as bops=0.01. "
+        "None for floating point.",
+    )
+    bits: Sequence[int] = Field(
+        (0, 2, 4, 8, 16),
+        description="Menu of bits for quantize=bits: 0 for slots that are pruned, then those of "
+        "what stays, of which each divides the next: (0, 8) or (0, 4, 8) for runtimes that have "
+        "no others.",
     )
     compact: Compact = Field(
         "auto",
@@ -206,6 +214,14 @@ class GateSettings(_Declared):
             for spec in measures:
                 register(named(spec))
         return measures
+
+    @field_validator("bits")
+    @classmethod
+    def _is_a_menu(cls, bits: Sequence[int]) -> Sequence[int]:
+        from l0prune.plan.bits import check_menu
+
+        check_menu(bits)
+        return bits
 
     @field_validator("budget")
     @classmethod
@@ -270,6 +286,11 @@ class GateSettings(_Declared):
                     f"{name} is of gates that learn, and penalty={self.penalty!r} acts on the "
                     "weights of the same slots in their place: leave one of the two out"
                 )
+        if self.quantize == "bits":
+            raise UsageError(
+                f"bits are learned by gates, and penalty={self.penalty!r} is in the place of these:"
+                " leave one of the two out"
+            )
         if self.lam is None and self.budget is None:
             raise UsageError(
                 f"penalty={self.penalty!r} needs a strength: lam=1e-4 (a price of each weight's "

@@ -134,7 +134,7 @@ def init_gates(
         scores = over_axis_mean(gates.plan, joined_scores(gates.plan, found))
         gates.init_from_scores(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
-        if budget is None or not settings.oneshot_fraction:
+        if budget is None or not settings.oneshot_fraction or gates.plan.slots < gates.plan.size:
             return Beginning(said)
         cut = _cut(ways, budget, settings.oneshot_fraction, scores)
         return replace(cut, said=f"{said}; {cut.said}")
@@ -193,11 +193,13 @@ def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Be
 
 def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:
     """The name of the score, or ``ALIKE``."""
-    if not learning or not gates_of(model).log_alpha.requires_grad:
+    gates = gates_of(model)
+    if not learning or not gates.log_alpha.requires_grad:
         return ALIKE
     if start != AUTO:
         return start
-    starts = budget is not None and gates_of(model).are_uniform()
+    learns_bits = gates.plan.slots < gates.plan.size  # no score says what is worth more
+    starts = budget is not None and gates.are_uniform() and not learns_bits
     return AUTO if starts else ALIKE
 
 

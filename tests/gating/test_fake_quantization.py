@@ -85,7 +85,7 @@ def test_gradients_go_straight_through_and_not_where_a_value_is_clamped(model):
     quantizer.at(0, values).sum().backward()
     assert values.grad.tolist() == [0, 1, 1, 0]
     weight = torch.randn(3, 4, requires_grad=True)
-    quantizer.weight(weight).sum().backward()
+    quantizer.weight(weight, 0).sum().backward()
     assert torch.equal(weight.grad, torch.ones(3, 4))
 
 

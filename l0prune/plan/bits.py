@@ -1,0 +1,123 @@
+"""Bits of weights and activations that are learned, as axes of a plan, and what they cost.
+
+A quantized tensor has a menu of bits b₁ < b₂ < … of which each divides the next, so that the grid of
+one lies in that of the next. Its axis has one slot for each. The first stays; the gate z of any
+other adds what its grid has more to the sum of residuals (van Baalen et al. 2020, arXiv 2005.07093,
+eq. 6):
+
+    x_q = x₁ + z₂·(ε₂ + z₃·(ε₃ + …)),    so that    bits = b₁ + z₂·((b₂−b₁) + z₃·((b₃−b₂) + …)).
+
+The axis meets no tensor. A multiply-accumulate costs the bits of its weight times those of what it
+reads; in floating point 32 each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import Tensor
+
+from l0prune.errors import UsageError
+from l0prune.plan.int8 import QuantizedLayer, Scheme
+from l0prune.plan.layout import Layouts, Slots
+from l0prune.plan.numbers import is_count
+from l0prune.plan.plan import BITS, Axis, Cost, Plan
+
+FLOAT = 32  # bits of what is not quantized
+MOST = 16  # a menu ends there: float32 holds no grid that is much finer
+UNIT = "bops"
+
+
+def check_menu(menu: Sequence[int]) -> tuple[int, ...]:
+    """Return the bits of a menu such as ``(0, 2, 4, 8, 16)`` without the 0, which is for slots.
+
+    Raises:
+        UsageError: it is none.
+    """
+    found = tuple(menu)
+    if not all(map(is_count, found)) or found[:1] != (0,) or len(found) < 2:
+        raise UsageError(
+            f"bits={found} is no menu: write 0, which is for slots that are pruned, and then the "
+            "bits of those that stay, such as (0, 2, 4, 8, 16) or (0, 8)"
+        )
+    bits = found[1:]
+    fits = all(low < high and high % low == 0 for low, high in pairwise(bits))
+    if not (fits and 2 <= bits[0] and bits[-1] <= MOST):
+        raise UsageError(
+            f"bits={found} is no menu: bits go from 2 to {MOST}, and each divides the next, so "
+            "that a grid lies in that of more bits; such as (0, 2, 4, 8, 16) or (0, 4, 8)"
+        )
+    return bits
+
+
+def name_of_weight(layer: QuantizedLayer) -> str:
+    """Return the name of the axis that has the bits of a layer's weight."""
+    return f"{layer.weight}.bits"
+
+
+def names_of_points(scheme: Scheme) -> dict[int, str]:
+    """Return the names of the axes that have the bits of what layers read, by point."""
+    found: dict[int, str] = {}
+    for layer in scheme.layers:
+        found.setdefault(layer.reads, f"{layer.path}.input.bits".removeprefix("."))
+    return found
+
+
+def with_bits(plan: Plan, scheme: Scheme, menu: Sequence[int]) -> Plan:
+    """Return the plan with one axis for the bits of each weight and each input of a layer.
+
+    These axes are its last ones. Costs in ``bops`` are added.
+
+    Args:
+        plan: without such axes.
+        scheme: what is quantized.
+        menu: bits, without 0.
+    """
+    points = names_of_points(scheme)
+    names = dict.fromkeys((*map(name_of_weight, scheme.layers), *points.values()))
+    start, count = plan.size, len(menu)
+    axes = [Axis(name, BITS, count, start + n * count, 0) for n, name in enumerate(names)]
+    numbers = {name: len(plan.axes) + n for n, name in enumerate(names)}
+    layers = {(layer.path, layer.weight): layer for layer in scheme.layers}
+    costs = []
+    for cost in plan.costs:
+        if cost.unit != "macs":
+            continue
+        layer = layers.get((cost.owner, cost.tensor))
+        if layer is None:
+            costs.append(replace(cost, unit=UNIT, scale=cost.scale * FLOAT**2))
+            continue
+        sides = name_of_weight(layer), points[layer.reads]
+        weight, read = (list(_terms(numbers[name], menu)) for name in sides)
+        for more, of_weight in weight:
+            for less, of_read in read:
+                dims = (*cost.dims, *of_weight, *of_read)
+                costs.append(replace(cost, unit=UNIT, scale=cost.scale * more * less, dims=dims))
+    return replace(plan, axes=(*plan.axes, *axes), costs=(*plan.costs, *costs))
+
+
+def without_bits(plan: Plan) -> Plan:
+    """Undo ``with_bits``."""
+    axes = tuple(axis for axis in plan.axes if axis.kind != BITS)
+    return replace(plan, axes=axes, costs=tuple(c for c in plan.costs if c.unit != UNIT))
+
+
+def _terms(number: int, menu: Sequence[int]) -> Iterator[tuple[int, Layouts]]:
+    """Yield the bits of an axis as a sum: of each term its factor, and the slots that it needs."""
+    for level, (low, high) in enumerate(pairwise((0, *menu))):
+        yield high - low, tuple(Slots(number, slot, slot + 1) for slot in range(1, level + 1))
+
+
+def bits_left(plan: Plan, open_: Tensor, menu: Sequence[int]) -> dict[str, int]:
+    """Return the bits of each tensor, by the name of their axis, with these open gates.
+
+    Shape: open_ bool, ``(plan.size,)``.
+    """
+    found = {}
+    for axis in plan.axes:
+        if axis.kind == BITS:
+            levels = int(open_[axis.slice][1:].cumprod(0).sum())
+            found[axis.name] = menu[levels]
+    return found
