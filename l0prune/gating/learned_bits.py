@@ -221,9 +221,9 @@ class LearnedBits(FakeQuantizer):
 
     @torch.no_grad()
     def bake(self, model: nn.Module) -> None:
-        """Put the weights of a gated model on their grids, in place, for good.
+        """Let the parameters of a gated model have weights on their grids, for good.
 
-        Multiplied with its gates a weight is then what this quantizer makes of it; ``ends`` has
+        They may share their memory with those of another model, which stay as they are. Multiplied with its gates a weight is then what this quantizer makes of it; ``ends`` has
         for each layer the largest whole number of each output.
         """
         z = self._bank.z().tolist()
@@ -270,7 +270,7 @@ def _baked(module: nn.Module, grid_of: Callable[[Tensor], Grid]) -> Tensor:
     by = link.product("weight", torch.ones_like(stored), stored.dtype)
     grid = grid_of(stored * by)
     on_grid = grid.nearest(stored * by)
-    stored.copy_(torch.where(by == 0, stored, on_grid / by))
+    stored.data = torch.where(by == 0, stored, on_grid / by)  # a copy of a model has its numbers
     return (on_grid / grid.step).round().abs().flatten(1).amax(1).long()
 
 

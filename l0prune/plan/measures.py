@@ -311,36 +311,6 @@ class Macs(Count):
 
 
 @register
-class Bops(Count):
-    """Bits of the weight times bits of what it meets, of all multiply-accumulates of one example.
-
-    They are 32 each in floating point, and so in the dense network; see ``plan/bits.py`` for those
-    that are learned. The expected amount is exact for independent gates.
-    """
-
-    name, label = "bops", "BOPs"
-
-    def __init__(self, plan: Plan) -> None:
-        known = any(cost.unit == self.name for cost in plan.costs)
-        super().__init__(plan, None if known else CostModel(plan, [*_in_float32(plan)]))
-        self._float = CostModel(plan, [*_in_float32(plan)])
-
-    def dense(self, through: Axes = None) -> int:
-        """The count of the dense network in float32."""
-        return self._float.dense(self.name, through)
-
-    def reachable(self) -> float:
-        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
-        return Measure.reachable(self)
-
-
-def _in_float32(plan: Plan) -> Iterable[Cost]:
-    for cost in plan.costs:
-        if cost.unit == Macs.name:
-            yield replace(cost, unit=Bops.name, scale=cost.scale * FLOAT**2)
-
-
-@register
 class Width(Count):
     """Slots of an axis: channels, neurons, heads; a branch has no width."""
 
@@ -399,6 +369,36 @@ class Latency(SumOfTerms):
             "serve it: `l0prune measure model.gated.pt` writes a table, to be given as "
             f"--{cls.name} FILE; in Python, {cls.name}=l0prune.measure(model)"
         )
+
+
+@register
+class Bops(Count):
+    """Bits of the weight times bits of what it meets, of all multiply-accumulates of one example.
+
+    They are 32 each in floating point, and so in the dense network; see ``plan/bits.py`` for those
+    that are learned. The expected amount is exact for independent gates.
+    """
+
+    name, label = "bops", "BOPs"
+
+    def __init__(self, plan: Plan) -> None:
+        known = any(cost.unit == self.name for cost in plan.costs)
+        super().__init__(plan, None if known else CostModel(plan, [*_in_float32(plan)]))
+        self._float = CostModel(plan, [*_in_float32(plan)])
+
+    def dense(self, through: Axes = None) -> int:
+        """The count of the dense network in float32."""
+        return self._float.dense(self.name, through)
+
+    def reachable(self) -> float:
+        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        return Measure.reachable(self)
+
+
+def _in_float32(plan: Plan) -> Iterable[Cost]:
+    for cost in plan.costs:
+        if cost.unit == Macs.name:
+            yield replace(cost, unit=Bops.name, scale=cost.scale * FLOAT**2)
 
 
 __all__ = [

@@ -3,25 +3,34 @@
 Where training put a value on a grid, the file has a QuantizeLinear and a DequantizeLinear, and
 nowhere else: ONNX Runtime makes operators on integers of what stands between them. So the file
 computes what the fake-quantized network does, to the rounding of its sums.
+
+Bits that are learned may be other than eight. Up to eight, values are in bytes, clipped before to the
+grid that they have, for that is what runtimes multiply. Weights of up to four bits are in INT4, and
+what has more than eight in 16, in a file of opset 21, which has these types. In older ones what has
+more than eight stays in float32, rounded to its grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.quantizer import is_x86, owner_of
 from l0prune.plan.globs import listed
-from l0prune.plan.int8 import SMALLEST, QuantizedLayer, Ranges
+from l0prune.plan.int8 import LEVELS, SMALLEST, QuantizedLayer, Ranges
 
 _SHIFT = 128  # from uint8 to int8
 _LARGEST_BIAS = np.float32(2**30)  # as an integer
 _PRODUCTS = ("Conv", "Gemm", "MatMul")
+_BYTE, _NIBBLE = 8, 4  # bits
+_LARGEST_BYTE = 127
+_LEVELS_16 = 2**16 - 1
+_MORE_TYPES = 21  # opset from which on there are INT4 and INT16
 
 Array = np.ndarray[Any, Any]
 
@@ -62,6 +71,8 @@ class _Writer:
                 self.users.setdefault(name, []).append(node)
         self.outputs = {each.name for each in graph.output}
         self.instead: dict[str, str] = {}
+        opset = next(each.version for each in self.model.opset_import if not each.domain)
+        self.has_more_types = opset >= _MORE_TYPES
 
     def written(self, there: Set[str]) -> ModelProto:
         """Write the file anew, node by node."""
@@ -133,15 +144,21 @@ class _Writer:
         node.input.extend(names)
         self.made.append(node)
 
-    def _constant(self, name: str, value: Array) -> str:
+    def _constant(self, name: str, value: Array, *, is_short: bool = False) -> str:
         tensor = numpy_helper.from_array(value, name)
+        if is_short:
+            numbers = value.reshape(-1).tolist()
+            tensor = helper.make_tensor(name, TensorProto.INT4, value.shape, numbers)
         self.model.graph.initializer.append(tensor)
         return name
 
     def _step_and_zero(self, point: int) -> list[str]:
         if point not in self.grids:
             step, zero = self.ranges.grid(point)
-            whole = np.array(zero, np.uint8) if is_x86() else np.array(zero - _SHIFT, np.int8)
+            if self.ranges.levels(point) > LEVELS:
+                whole = np.array(zero, np.uint16)
+            else:
+                whole = np.array(zero, np.uint8) if is_x86() else np.array(zero - _SHIFT, np.int8)
             given: dict[str, Array] = {"step": np.array(step, np.float32), "zero": whole}
             self.grids[point] = [self._constant(f"point_{point}_{n}", v) for n, v in given.items()]
         return self.grids[point]
@@ -150,12 +167,40 @@ class _Writer:
         """Put a value on the grid of a point; return the name of what it is then."""
         key = (point, value)
         if key not in self.on_grid:
-            given, name = self._step_and_zero(point), f"{value}_on_{point}"
-            whole = f"{name}_whole"
-            self.made.append(helper.make_node("QuantizeLinear", [value, *given], [whole]))
-            self.made.append(helper.make_node("DequantizeLinear", [whole, *given], [name]))
+            name, levels = f"{value}_on_{point}", self.ranges.levels(point)
+            if levels > LEVELS and not self.has_more_types:
+                self._rounded(value, point, name)
+            else:
+                if levels not in (LEVELS, _LEVELS_16):
+                    value = self._clipped(value, point, f"{name}_clipped")
+                given, whole = self._step_and_zero(point), f"{name}_whole"
+                self.made.append(helper.make_node("QuantizeLinear", [value, *given], [whole]))
+                self.made.append(helper.make_node("DequantizeLinear", [whole, *given], [name]))
             self.on_grid[key] = name
         return self.on_grid[key]
+
+    def _clipped(self, value: str, point: int, name: str) -> str:
+        """Clip a value to the ends of a grid that has fewer numbers than its type."""
+        step, zero = self.ranges.grid(point)
+        ends = (-zero * step, (self.ranges.levels(point) - zero) * step)
+        named = [
+            self._constant(f"{name}_{what}", np.array(end, np.float32))
+            for what, end in zip(("least", "most"), ends, strict=True)
+        ]
+        self.made.append(helper.make_node("Clip", [value, *named], [name]))
+        return name
+
+    def _rounded(self, value: str, point: int, name: str) -> None:
+        """Put a value on a grid in float32."""
+        step, _ = self.ranges.grid(point)
+        by = self._constant(f"{name}_step", np.array(step, np.float32))
+        clipped = self._clipped(value, point, f"{name}_clipped")
+        for kind, read, made in (
+            ("Div", [clipped, by], f"{name}_in_steps"),
+            ("Round", [f"{name}_in_steps"], f"{name}_whole"),
+            ("Mul", [f"{name}_whole", by], name),
+        ):
+            self.made.append(helper.make_node(kind, read, [made]))
 
     def _layer(self, node: NodeProto, layer: QuantizedLayer) -> str:
         """Write a layer; return the name of what it gives."""
@@ -164,19 +209,21 @@ class _Writer:
         if layer.quantizes:
             read = self._put(read, layer.reads)
         bias = next((self._array(each) for each in rest if each in self.tensors), None)
-        value = self._array(weight)
+        value, name = self._array(weight), str(node.output[0])
         axis = 0 if node.op_type == "Conv" or _is_transposed(node) else value.ndim - 1
-        rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
-        steps = np.abs(rows).max(1) / np.float32(self.ranges.largest)
-        of_read, _ = self.ranges.grid(layer.reads)
+        steps = self._steps(value, axis, layer)
+        bits, of_read = self._bits(layer), self.ranges.grid(layer.reads)[0]
+        is_short = self.has_more_types and bits <= _NIBBLE and self.ranges.bits is not None
+        apart: Array | None = None
+        if bits > _BYTE or self.ranges.levels(layer.reads) != LEVELS or is_short:
+            # In such steps it would be too coarse, and ONNX Runtime rounds what a layer adds.
+            apart, bias, rest = bias, None, rest if bias is None else []
+        if bits < _BYTE and not is_short:
+            steps = steps / (_LARGEST_BYTE // (2 ** (bits - 1) - 1))  # for the bias; as exact
         if bias is not None:
             steps = np.maximum(steps, np.abs(bias.reshape(-1)) / of_read / _LARGEST_BIAS)
         steps = np.maximum(steps, SMALLEST).astype(np.float32)
-        along = [1] * value.ndim
-        along[axis] = -1
-        whole = np.round(value / steps.reshape(along)).astype(np.int8)
-        name = str(node.output[0])
-        given = self._dequantized(f"{name}_weight", whole, steps, axis)
+        given = self._weight(f"{name}_weight", value, steps, axis, bits, is_short)
         if bias is not None:
             of_bias = (of_read * steps).astype(np.float32)
             whole = np.round(bias.reshape(-1) / of_bias).astype(np.int32)
@@ -184,15 +231,57 @@ class _Writer:
         del node.input[:]
         node.input.extend([read, given, *rest])
         self.made.append(node)
+        if apart is not None:
+            self._add(node, apart, [-1] + [1] * (value.ndim - 2 if node.op_type == "Conv" else 0))
         return name
+
+    def _add(self, node: NodeProto, bias: Array, shape: Sequence[int]) -> None:
+        """Add a bias to what a layer gives, in float32."""
+        name = str(node.output[0])
+        given = self._constant(f"{name}_bias", bias.reshape(shape))
+        node.output[0] = f"{name}_without_bias"
+        self.made.append(helper.make_node("Add", [node.output[0], given], [name]))
+
+    def _number(self, layer: QuantizedLayer) -> int:
+        return self.ranges.scheme.layers.index(layer)
+
+    def _bits(self, layer: QuantizedLayer) -> int:
+        bits = self.ranges.bits
+        return _BYTE if bits is None else bits.weights[self._number(layer)]
+
+    def _steps(self, value: Array, axis: int, layer: QuantizedLayer) -> Array:
+        """Return the step of each output of a weight."""
+        rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+        bits, ends = self.ranges.bits, np.float32(self.ranges.largest)
+        if bits is not None:
+            ends = np.maximum(np.array(bits.ends[self._number(layer)], np.float32), 1)
+        return np.abs(rows).max(1) / ends
+
+    def _weight(
+        self, name: str, value: Array, steps: Array, axis: int, bits: int, is_short: bool
+    ) -> str:
+        """Write a weight on its grid; return the name of what is multiplied with."""
+        along = [1] * value.ndim
+        along[axis] = -1
+        whole = np.round(value / steps.reshape(along))
+        if bits <= _BYTE:
+            return self._dequantized(name, whole.astype(np.int8), steps, axis, is_short=is_short)
+        if self.has_more_types:
+            return self._dequantized(name, whole.astype(np.int16), steps, axis)
+        return self._constant(name, (whole * steps.reshape(along)).astype(np.float32))
 
     def _array(self, name: str) -> Array:
         return numpy_helper.to_array(self.tensors[name])
 
-    def _dequantized(self, name: str, whole: Array, steps: Array, axis: int) -> str:
+    def _dequantized(
+        self, name: str, whole: Array, steps: Array, axis: int, *, is_short: bool = False
+    ) -> str:
         zeros = np.zeros(len(steps), whole.dtype)
         given = {"whole": whole, "steps": steps, "zeros": zeros}
-        names = [self._constant(f"{name}_{what}", value) for what, value in given.items()]
+        names = [
+            self._constant(f"{name}_{what}", value, is_short=is_short and value is not steps)
+            for what, value in given.items()
+        ]
         self.made.append(helper.make_node("DequantizeLinear", names, [name], axis=axis))
         return name
 
