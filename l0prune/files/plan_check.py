@@ -33,7 +33,8 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
         if not is_count(site.dim):
             raise ValueError(f"a site at dim {site.dim!r}")
     for cost in plan.costs:
-        if not is_number(cost.scale, most=_MOST_WORK) or cost.unit not in ("params", "macs", "bops"):
+        is_known = cost.unit in ("params", "macs", "bops")
+        if not is_number(cost.scale, most=_MOST_WORK) or not is_known:
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
     for each in plan.activations:
         times = (each.made, each.last)

@@ -294,9 +294,9 @@ class Gates(nn.Module):
     def init_from_scores(self, scores: Tensor) -> None:
         """Open each gate further the more its slot matters, and less the less it does.
 
-        Gates of bits stay as they are. The log odds of each other gate move by the logarithm of its score, of which the mean over all
+        The log odds of each gate move by the logarithm of its score, of which the mean over all
         gates is taken away and the spread made 1, within ±2: learning begins where one look at the
-        network or the data ends, and may still think better of it.
+        network or the data ends, and may still think better of it. Gates of bits stay.
 
         Args:
             scores: what ``l0prune.score`` gives; 0 or more, shape ``(plan.size,)``.

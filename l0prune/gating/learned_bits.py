@@ -1,9 +1,9 @@
 """Fake quantization whose bits are learned: Bayesian Bits (van Baalen et al. 2020, 2005.07093).
 
 A value x is put on a grid for each number of bits on the menu b₁ < b₂ < …, of one range and with
-steps ``s_b = (max − min)/(2^b − 1)``, so that a grid lies in the next, ``s_2b = s_b/(2^b + 1)``. With
-x_b the number of that grid that is nearest to x, the residuals of the paper are the differences
-``ε = x_b − x_b'`` of neighbours b' < b, and with a gate z on each
+steps ``s_b = (max − min)/(2^b − 1)``, so that a grid lies in the next: ``s_2b = s_b/(2^b + 1)``.
+With x_i the number of the i-th grid that is nearest to x, the residuals of the paper are the
+differences ``ε_i = x_i − x_{i−1}``, and with a gate z on each
 
     x_q = x₁ + z₂·(ε₂ + z₃·(ε₃ + …)) = Σ_i z₂ ⋯ z_i·(1 − z_{i+1})·x_i.
 
@@ -191,7 +191,7 @@ class LearnedBits(FakeQuantizer):
         ends = self._ends(point, value)
         where = self._of_points.get(point)
         menu = self.menu if where is not None else (self._plain,)
-        return self._mixed(value, number, where, point_grids(*ends.unbind(), menu))
+        return self._mixed(value, number, where, point_grids(ends[0], ends[1], menu))
 
     def _ends(self, point: int, like: Tensor) -> Tensor:
         """Return both ends of a point's range."""
@@ -223,8 +223,9 @@ class LearnedBits(FakeQuantizer):
     def bake(self, model: nn.Module) -> None:
         """Let the parameters of a gated model have weights on their grids, for good.
 
-        They may share their memory with those of another model, which stay as they are. Multiplied with its gates a weight is then what this quantizer makes of it; ``ends`` has
-        for each layer the largest whole number of each output.
+        They may share their memory with those of another model, which stay as they are. Multiplied
+        with its gates a weight is then what this quantizer makes of it; ``ends`` has for each layer
+        the largest whole number of each output.
         """
         z = self._bank.z().tolist()
         done: dict[str, Tensor] = {}

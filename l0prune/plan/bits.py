@@ -1,7 +1,7 @@
 """Bits of weights and activations that are learned, as axes of a plan, and what they cost.
 
-A quantized tensor has a menu of bits b₁ < b₂ < … of which each divides the next, so that the grid of
-one lies in that of the next. Its axis has one slot for each. The first stays; the gate z of any
+A quantized tensor has a menu of bits b₁ < b₂ < … of which each divides the next, so that the grid
+of one lies in that of the next. Its axis has one slot for each. The first stays; the gate z of any
 other adds what its grid has more to the sum of residuals (van Baalen et al. 2020, arXiv 2005.07093,
 eq. 6):
 
@@ -23,7 +23,7 @@ from l0prune.errors import UsageError
 from l0prune.plan.int8 import QuantizedLayer, Scheme
 from l0prune.plan.layout import Layouts, Slots
 from l0prune.plan.numbers import is_count
-from l0prune.plan.plan import BITS, Axis, Cost, Plan
+from l0prune.plan.plan import BITS, Axis, Plan
 
 FLOAT = 32  # bits of what is not quantized
 MOST = 16  # a menu ends there: float32 holds no grid that is much finer
@@ -44,7 +44,7 @@ def check_menu(menu: Sequence[int]) -> tuple[int, ...]:
         )
     bits = found[1:]
     fits = all(low < high and high % low == 0 for low, high in pairwise(bits))
-    if not (fits and 2 <= bits[0] and bits[-1] <= MOST):
+    if not (fits and bits[0] >= 2 and bits[-1] <= MOST):
         raise UsageError(
             f"bits={found} is no menu: bits go from 2 to {MOST}, and each divides the next, so "
             "that a grid lies in that of more bits; such as (0, 2, 4, 8, 16) or (0, 4, 8)"

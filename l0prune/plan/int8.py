@@ -87,6 +87,14 @@ class Ranges:
     menu: tuple[int, ...] = ()
     bits: Bits | None = None
 
+    @property
+    def by_layer(self) -> dict[str, tuple[int, int]]:
+        """Bits of the weight and of the input of each layer, by path; empty where all are eight."""
+        if self.bits is None:
+            return {}
+        pairs = zip(self.scheme.layers, self.bits.weights, strict=True)
+        return {layer.path: (bits, self.bits.points[layer.reads]) for layer, bits in pairs}
+
     def levels(self, point: int) -> int:
         """Return the largest whole number of a point's grid, 255 for eight bits."""
         return LEVELS if self.bits is None else 2 ** self.bits.points[point] - 1

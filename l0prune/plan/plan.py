@@ -34,7 +34,6 @@ from l0prune.plan.layout import (
     without_factors,
 )
 
-
 BITS = "bits"  # kind of the axes that are bits of a tensor, not slots of one
 
 

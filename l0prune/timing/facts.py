@@ -20,7 +20,8 @@ from l0prune.plan.switches import without_switches
 def plan_id(plan: Plan) -> str:
     """Return a digest of the plan's axes and tensor layouts: times depend on nothing else of it.
 
-    A table is of all branches, and good whichever of them has a switch, and whatever bits are learned.
+    A table is of all branches, and good whichever of them has a switch and whatever bits are
+    learned.
     """
     axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind not in (KIND, BITS)]
     tensors = {

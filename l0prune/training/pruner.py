@@ -191,7 +191,8 @@ class Pruner:
 
     def _quantized(self, model: nn.Module) -> Quantizing | None:
         if self._settings.quantize is None:
-            return without_quantizer(model)
+            without_quantizer(model)
+            return None
         menu = check_menu(self._settings.bits) if self._settings.quantize == "bits" else ()
         return Quantizing(model, self.phases, menu)
 

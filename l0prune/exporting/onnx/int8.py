@@ -74,6 +74,7 @@ class Int8:
         metrics: loss and metric on test data, of the file in float32 and in int8.
         tested: test examples.
         has_vnni: whether the processor multiplies and adds bytes in one instruction.
+        bits: of the weights and of the input of each layer, by path, where they were learned.
     """
 
     method: str
@@ -87,6 +88,7 @@ class Int8:
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     tested: int = 0
     has_vnni: bool = True
+    bits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
@@ -105,7 +107,7 @@ class Int8:
                 "time is saved: make the int8 file on a machine like the one that will serve it"
             )
         worst = max((e for e in self.errors.values() if e is not None), default=0.0)
-        if worst > _LARGE:
+        if worst > _LARGE and not self.bits:  # the one in float32 is not what was trained then
             names = ", ".join(f"{name} ({error:.0%})" for name, error in self.costly)
             found.append(
                 f"eight bits change the outputs by {worst:.0%}. The layers that cost most: {names}"
@@ -124,6 +126,8 @@ class Int8:
             parts.append(f"{name} {', '.join(said)}")
         parts += [f"{k} {a:.4g} → {b:.4g}" for k, (a, b) in self.metrics.items()]
         kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
+        bits = ", ".join(f"{path} {weight}/{read}" for path, (weight, read) in self.bits.items())
+        parts += [f"bits of weights/inputs {bits}"] if bits else []
         return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {self.times}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,6 +223,7 @@ def write_int8(
         metrics=metrics,
         tested=tested,
         has_vnni=has_dot_products(),
+        bits={} if ranges is None else ranges.by_layer,
     )
     own = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
     about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}

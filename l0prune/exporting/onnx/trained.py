@@ -4,10 +4,10 @@ Where training put a value on a grid, the file has a QuantizeLinear and a Dequan
 nowhere else: ONNX Runtime makes operators on integers of what stands between them. So the file
 computes what the fake-quantized network does, to the rounding of its sums.
 
-Bits that are learned may be other than eight. Up to eight, values are in bytes, clipped before to the
-grid that they have, for that is what runtimes multiply. Weights of up to four bits are in INT4, and
-what has more than eight in 16, in a file of opset 21, which has these types. In older ones what has
-more than eight stays in float32, rounded to its grid.
+Bits that are learned may be other than eight. Up to eight, values are in bytes, clipped before to
+the grid that they have, for that is what runtimes multiply. In a file of opset 21, which has these
+types, weights of up to four bits are in INT4, and what has more than eight is in 16 bits. In older
+ones that stays in float32, rounded to its grid.
 """
 
 from __future__ import annotations
@@ -252,10 +252,10 @@ class _Writer:
     def _steps(self, value: Array, axis: int, layer: QuantizedLayer) -> Array:
         """Return the step of each output of a weight."""
         rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
-        bits, ends = self.ranges.bits, np.float32(self.ranges.largest)
-        if bits is not None:
-            ends = np.maximum(np.array(bits.ends[self._number(layer)], np.float32), 1)
-        return np.abs(rows).max(1) / ends
+        bits, largest = self.ranges.bits, self.ranges.largest
+        ends = largest if bits is None else bits.ends[self._number(layer)]
+        found: Array = np.abs(rows).max(1) / np.maximum(np.array(ends, np.float32), 1)
+        return found
 
     def _weight(
         self, name: str, value: Array, steps: Array, axis: int, bits: int, is_short: bool
