@@ -57,6 +57,10 @@ __all__ = [
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether a transform of torch.func (``vmap``, ``grad``) is running."""
 
+below_autograd: Callable[[], AbstractContextManager[None]]
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
+"""Run operators as within a ``TorchDispatchMode``, whose results autograd does not know yet."""
+
 without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 """Decorator: torch.compile breaks the graph here. ``torch.compiler.disable`` loads the compiler."""
 

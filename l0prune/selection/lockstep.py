@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -20,7 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import OpOverload, TorchDispatchMode, schema_of
+from l0prune.capture.compat import OpOverload, TorchDispatchMode, below_autograd, schema_of
 from l0prune.files.artifact import named_tensors
 from l0prune.running.batches import call
 from l0prune.selection.matrices import Product, product_of
@@ -148,6 +149,9 @@ class _Abandoned(BaseException):
 class Forward:
     """One forward, which goes on from weight to weight.
 
+    Its code runs in a thread of its own, its operators in the one that lets it go on: else each
+    would have memory and workers of its own.
+
     Args:
         model: in eval mode.
         batch: its inputs.
@@ -176,6 +180,9 @@ class Forward:
         self._real = real_places(batch)
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._read: Read | None = None
+        self._job: Callable[[], Any] | None = None
+        self._done: Any = None
+        self._refused: Exception | None = None
         self._error: BaseException | None = None
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -192,6 +199,15 @@ class Forward:
         else:
             self._go.release()
         self._stopped.acquire()
+        while self._job is not None:
+            with below_autograd():
+                try:
+                    self._done = self._job()
+                except Exception as error:  # which the network's code may expect
+                    self._refused = error
+            self._job = None
+            self._go.release()
+            self._stopped.acquire()
         if self._error is not None:
             raise self._error
         return self._read
@@ -215,10 +231,12 @@ class Forward:
 
     def call(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and stop before one that multiplies with a weight."""
+        if self._is_abandoned:
+            raise _Abandoned
         self._count = number = self._count + 1
         product = product_of(operator, args, lambda value: self._weights.name(value) is not None)
         if product is None:
-            result = operator(*args, **kwargs)
+            result = self._asked(partial(operator, *args, **kwargs))
             if number in self._uses:
                 self._streams[number] = result
             self._note(operator, args, result)
@@ -228,15 +246,25 @@ class Forward:
         read = self._read = Read(name, operator, args, product, self._real)
         if (reader := self._readers.get(name)) is not None:
             read.stream = self._stream(reader.stream)
+        self._asked(None)
+        if read.out is None:
+            read.out = self._asked(partial(operator, *args, **kwargs))
+        if number in self._uses:
+            self._streams[number] = read.out
+        return read.out
+
+    def _asked(self, job: Callable[[], Any] | None) -> Any:
+        """Stop; go on when the one who waits has done a job, if there is one."""
+        self._job = job
         self._stopped.release()
         self._go.acquire()
         if self._is_abandoned:
             raise _Abandoned
-        if read.out is None:
-            read.out = operator(*args, **kwargs)
-        if number in self._uses:
-            self._streams[number] = read.out
-        return read.out
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        done, self._done = self._done, None
+        return done
 
     def _stream(self, number: int) -> Tensor | None:
         """Return the result of an operator, and let go of it where nobody else needs it."""

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,6 +77,22 @@ def test_a_dispatch_mode_sees_each_operator():
     with Seen():
         torch.zeros(2).relu()
     assert ATEN.relu.default in names
+
+
+def test_below_autograd_views_of_parameters_are_as_a_dispatch_mode_may_return_them():
+    weight = nn.Parameter(torch.zeros(2, 3))
+
+    class Elsewhere(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            with ThreadPoolExecutor(1) as other:
+                return other.submit(self.run, func, args, kwargs or {}).result()
+
+        def run(self, func, args, kwargs):
+            with compat.below_autograd():
+                return func(*args, **kwargs)
+
+    with torch.no_grad(), Elsewhere():
+        assert weight.t().shape == (3, 2)
 
 
 def test_subclasses_are_plain_without_torch_function():

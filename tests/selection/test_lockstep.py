@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,47 @@ def test_rows_come_in_small_blocks_each_once_and_without_padding(monkeypatch):
         blocks = list(forward.advance().row_blocks(30, 0))
         assert {len(block) for block in blocks} == {7, 2}
         assert len(torch.cat(blocks).unique()) == 30
+
+
+def test_a_network_that_expects_errors_of_operators_goes_on():
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                return self.layer(x.mT.view(-1, 4))
+            except RuntimeError:
+                return self.layer(x.mT.reshape(-1, 4))
+
+    model, x = Tries(), torch.randn(4, 5)
+    with torch.no_grad(), forwards(model, [x], Weights(model)) as (forward,):
+        while forward.advance() is not None:
+            pass
+        assert torch.equal(forward.output, model(x))
+
+
+def test_operators_run_in_the_thread_that_waits():
+    class Where(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.threads = nn.Linear(4, 4), []
+
+        def forward(self, x):
+            self.threads.append(threading.get_ident())
+            return self.layer(x.relu())
+
+    model, x = Where(), torch.randn(2, 4)
+    seen = set()
+    with torch.no_grad(), forwards(model, [x], Weights(model)) as (forward,):
+        forward._asked = lambda job, asked=forward._asked: asked(
+            job and (lambda: (seen.add(threading.get_ident()), job())[1])
+        )
+        while forward.advance() is not None:
+            pass
+    assert seen == {threading.get_ident()}
+    assert model.threads[0] not in seen
 
 
 def test_a_batch_of_matrices_has_no_kernel():
