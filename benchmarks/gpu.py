@@ -14,10 +14,12 @@ import copy
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 import l0prune
@@ -229,7 +232,7 @@ def shrink(tiny: bool) -> Iterator[Facts]:
     yield facts
 
 
-@row(minutes=1.0)
+@row(minutes=2.0)
 def times(tiny: bool) -> Iterator[Facts]:
     """Milliseconds of inference: the host's part of them, and a budget in those of the device."""
     batch, size = (2, 32) if tiny else (64, 224)
@@ -321,7 +324,44 @@ def compiled(tiny: bool) -> Iterator[Facts]:
         times = side_by_side(steps, rounds=1 if tiny else 5, repeats=1 if tiny else 10, warmup=3)
         facts |= {f"{kind}_ms": round(ms, 3) for kind, ms in times.items()}
         facts["gated/plain"] = round(times["gated"] / times["plain"], 4)
+        facts |= {f"{kind}_kernels": kernels_of(each) for kind, each in steps.items()}
         yield facts
+
+
+def kernels_of(step: Callable[[], None]) -> Facts:
+    """Profile a step: launches and milliseconds of all kernels, and the eight that take most."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
+    with profile(activities=kinds) as found:
+        step()
+        synchronize()
+    on_device = [each for each in found.key_averages() if each.self_device_time_total]
+    on_device.sort(key=lambda each: -each.self_device_time_total)
+    return {
+        "launches": sum(each.count for each in on_device),
+        "ms": round(sum(each.self_device_time_total for each in on_device) / 1e3, 3),
+        "most": [
+            (each.key[:60], each.count, round(each.self_device_time_total / 1e3, 3))
+            for each in on_device[:8]
+        ],
+    }
+
+
+@row(minutes=2.5)
+def suite(tiny: bool) -> Iterator[Facts]:
+    """The test suite where a GPU is: what fails, as soon as it does."""
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-n", "12"]
+    command += ["tests/gating/test_multipliers.py"] if tiny else []
+    counts: Counter[str] = Counter()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            said = re.search(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", line)
+            if said is None:
+                continue
+            counts[said[1]] += 1
+            if said[1] in ("FAILED", "ERROR"):
+                yield {"failed": said[2]}
+    yield dict(counts)
 
 
 class Varied(OnDevice):

@@ -198,7 +198,9 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
         export = partial(reexport, dynamic=captured.dynamic, batches=captured.batches, free=free)
         make = partial(programs, export=export)
     is_shared, dtypes = module is network.dense, network.dtypes
-    exact = copied(module) if is_shared and not dtypes.are_one else module
+    exact = module
+    if is_shared and not dtypes.are_one:  # placed first: what it is lent from is let go of then
+        exact = placed(copied(module), CPU)
     restored(network.dense, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)

@@ -1,6 +1,7 @@
 """A model in another dtype that borrows its weights: the same numbers, and nothing is written."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.certify.answers import output_of
-from l0prune.exporting.certify.dtypes import lent
-from l0prune.exporting.certify.lending import Lent
+from l0prune.exporting.certify.dtypes import lent, placed
+from l0prune.exporting.certify.lending import Lent, folded, settle
 
 
 class Many(nn.Module):
@@ -84,3 +85,28 @@ def test_an_export_is_of_the_weights_at_its_time(tmp_path):
             parameter.add_(1.0)
     assert torch.equal(dense.module(x), expected)
     dense.save_onnx(tmp_path / "model.onnx")  # compares with what the gated model was
+
+
+def test_what_is_lent_from_is_moved_and_stays_lent():
+    """A network of float64 is as large on its new device as what it was lent from."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).bfloat16()
+    model[1].bias = model[0].bias  # tied
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    borrower = placed(lent(model, torch.float64), torch.device("meta"))
+    for parameter in borrower.parameters():
+        assert (type(parameter), parameter.dtype) == (Lent, torch.float64)
+        assert parameter.device.type == parameter.loan.original.device.type == "meta"
+        assert parameter.loan.original.dtype == torch.bfloat16
+    assert borrower[1].bias is borrower[0].bias
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def test_settling_lets_go_of_what_was_lent_from():
+    module = nn.Linear(6, 5)
+    stored = torch.randn(5, 6)
+    module.weight = nn.Parameter(folded(stored, lambda wide: wide.mul_(2)))
+    gone, expected = weakref.ref(stored), stored.double() * 2
+    del stored
+    settle(module, torch.float32)
+    assert gone() is None
+    assert torch.equal(module.weight, expected.float())

@@ -19,7 +19,7 @@ from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.copying import Model, copied
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
-from l0prune.exporting.certify.lending import Lent, borrowed, settle
+from l0prune.exporting.certify.lending import Lent, borrowed, move, settle
 
 _OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def placed(module: Model, device: torch.device) -> Model:
     if others:
         for graph in _graphs(module):
             _replace(graph, dict.fromkeys(others, device))
-        settle(module, None, device)
+        move(module, device)
         module.to(device)
     return module
 

@@ -45,6 +45,12 @@ class _Loan:
             return self.original.to(self.dtype, copy=copy)
         return self.fold(self.original.to(torch.float64, copy=True)).to(self.dtype)
 
+    def given(self, dtype: torch.dtype, device: torch.device | None = None) -> _Loan:
+        """The same loan in another dtype, or from another device."""
+        loan = _Loan(self.original.to(device), dtype, self.fold)
+        loan.own = None if self.own is None else self.own.to(device, dtype)
+        return loan
+
     def read(self) -> Tensor:
         """The values, for an operator."""
         self.is_read = True
@@ -72,8 +78,8 @@ class Lent(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Another one of the same numbers."""
-        loan = _Loan(self.loan.original, self.loan.dtype, self.loan.fold)
-        loan.own = None if self.loan.own is None else self.loan.own.clone()
+        loan = self.loan.given(self.loan.dtype)
+        loan.own = None if loan.own is None else loan.own.clone()
         result: Tensor = Lent(loan)
         if isinstance(self, nn.Parameter):
             result = _as_parameter(result, self)
@@ -127,21 +133,32 @@ def folded(stored: Tensor, fold: Fold) -> Tensor:
     return Lent(_Loan(stored, torch.float64, fold))
 
 
-def settle(
-    module: nn.Module, dtype: torch.dtype | None, device: torch.device | None = None
-) -> None:
+def settle(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Give a module, in place, memory of its own for all parameters that are lent.
 
-    Tied parameters stay tied; without ``dtype`` or ``device`` they stay what they are.
+    Without ``dtype`` they stay what they are. Each lets go of what it was lent from.
     """
+
+    def own(old: Lent) -> Tensor:
+        loan = old.loan.given(dtype or old.dtype)
+        return loan.made(copy=True)
+
+    _replace(module, own)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move, in place, what a module's parameters are lent from; they stay lent."""
+    _replace(module, lambda old: Lent(old.loan.given(old.dtype, device)))
+
+
+def _replace(module: nn.Module, make: Callable[[Lent], Tensor]) -> None:
+    """Replace all parameters that are lent. Tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part._parameters.items():
             if isinstance(old, Lent):
                 if id(old) not in made:
-                    loan = _Loan(old.loan.original, dtype or old.dtype, old.loan.fold)
-                    loan.own = None if old.loan.own is None else old.loan.own.to(loan.dtype)
-                    made[id(old)] = _as_parameter(loan.made(copy=True).to(device), old)
+                    made[id(old)] = _as_parameter(make(old), old)
                 part._parameters[name] = made[id(old)]
 
 

@@ -207,7 +207,7 @@ def _cut(
 def _folded(wide: Tensor, by: Sequence[Tensor], flushes: torch.dtype | None) -> Tensor:
     """A tensor of float64 or complex128 times its gates, in place."""
     for factor in by:
-        wide *= factor
+        wide *= factor.to(wide.device)
     if flushes is not None:
         flush(wide, flushes)
     return wide
