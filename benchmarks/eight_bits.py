@@ -4,6 +4,7 @@
                                     [--inputs 64]
     python -m benchmarks.eight_bits --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
     python -m benchmarks.eight_bits --train 0.5 0.25 [--examples 5000] [--epochs 2]
+    python -m benchmarks.eight_bits --half float16 bfloat16 [--networks …] [--size 224]
 
 The first prints milliseconds of a call (one thread, batch 1) of three files of a network, which
 take turns: float32, ``onnxruntime.quantization.quantize_static`` as it comes (int8 activations, a
@@ -22,6 +23,8 @@ has not seen.
 The third cuts ResNet-20 to these shares of its MACs, in eights, and trains what is left on part of
 CIFAR-10: as ever, and with ``quantize="int8"``. It prints the test errors of both files of each, on
 2,000 images.
+
+The fourth prints what files in 16 bits differ by (``Export.half``) on the certificate's inputs.
 """
 
 from __future__ import annotations
@@ -185,11 +188,28 @@ def trained(share: float, examples: int, epochs: int) -> list[str]:
     return lines
 
 
+def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> list[str]:
+    """Lines of the table, one for each dtype."""
+    model, images = built(name, size)
+    l0prune.gate(model, images[:2], branches=False)
+    dense, lines = l0prune.export(model, verify="float32"), []
+    for dtype in dtypes:
+        dense.save_onnx(folder / "model.onnx", dtype=dtype)
+        found = dense.half
+        assert found is not None
+        (error,), (same,) = found.errors.values(), found.agreement.values()
+        time = "–" if found.times is None else f"{1 / found.times.share:.2f}"
+        share = found.bytes[0] / found.bytes[1]
+        lines.append(f"| {name} | {dtype} | {error:.2%} | {same:.0%} | {share:.0%} | {time} |")
+    return lines
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--predict", nargs="+", default=())
     parser.add_argument("--train", nargs="+", type=float, default=())
+    parser.add_argument("--half", nargs="+", default=())
     parser.add_argument("--examples", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--size", type=int, default=224)
@@ -202,6 +222,13 @@ def main() -> None:
         print("| MACs | training | float32, error | int8, error | off | × | by |\n|" + "---|" * 7)
         for share in options.train:
             print("\n".join(trained(share, options.examples, options.epochs)), flush=True)
+        return
+    if options.half:
+        print("| | dtype | off | same | bytes | × |\n|" + "---|" * 6)
+        for name in options.networks:
+            with tempfile.TemporaryDirectory() as folder:
+                lines = in_16_bits(name, options.size, options.half, Path(folder))
+                print("\n".join(lines), flush=True)
         return
     if options.predict:
         print("| | dense, ms | networks | median | worst | noise | block |\n|" + "---|" * 7)

@@ -64,6 +64,13 @@ InInt8 = Annotated[
         "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
     ),
 ]
+Dtype = Annotated[
+    Literal["float16", "bfloat16"] | None,
+    typer.Option(help="Write MODEL.float16.onnx (or bfloat16) beside the ONNX file."),
+]
+HalfIo = Annotated[
+    bool, typer.Option("--half-io", help="With --dtype: inputs and outputs are in it, too.")
+]
 Exits = Annotated[
     str | None,
     typer.Option(
@@ -101,6 +108,8 @@ def export(
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
+    dtype: Dtype = None,
+    half_io: HalfIo = False,
     exits: Exits = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
@@ -123,13 +132,15 @@ def export(
         l0prune export model.tuned.pt --int8 --data imagefolder:DIR
         l0prune export --pretrained small --code
     """
+    if half_io and not dtype:
+        raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
     if code and not pretrained:
         raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
     kinds = "*.tuned.pt", "*.fit.pt", "*.gated.pt"
     path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    onnx = onnx or int8 or not (pt2 or state or pretrained or vllm)
+    onnx = onnx or int8 or dtype is not None or not (pt2 or state or pretrained or vllm)
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -149,6 +160,8 @@ def export(
                 opset=opset,
                 external_data=external_data,
                 int8=examples,
+                dtype=dtype,
+                half_io=half_io,
             )
         if pt2:
             files += dense.save(f"{stem}{PT2}", model=built_by)

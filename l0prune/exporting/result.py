@@ -53,6 +53,7 @@ from l0prune.running.stages import stage
 from l0prune.selection.compensate import Fidelity
 
 if TYPE_CHECKING:
+    from l0prune.exporting.onnx.half import Half
     from l0prune.exporting.onnx.int8 import Int8
 
 _FIXED = "with a free batch size torch.export finds no graph that is right for it"
@@ -157,6 +158,7 @@ class Export:
         curve: the sizes that ``shrink`` tried for a tolerance, ascending.
         times: milliseconds of the ONNX file and of the dense network's, once they were taken.
         int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
+        half: what 16 bits change, once ``save_onnx`` wrote a file in float16 or bfloat16.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
         changed: the module was found to compute something else than when it was exported, since it
             has learned on: programs and files are of what it is now.
@@ -190,6 +192,7 @@ class Export:
     _unused: frozenset[str] = field(repr=False)
     times: Times | None = None
     int8: Int8 | None = None
+    half: Half | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: Origin | None = None
@@ -245,7 +248,7 @@ class Export:
             return
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
-        self.int8 = self.ranges = None
+        self.int8 = self.half = self.ranges = None
         self.certificate = self.certificate.without("program", "onnx")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
@@ -281,6 +284,8 @@ class Export:
         threads: int = 1,
         opset: int | None = None,
         int8: Any = None,
+        dtype: str | None = None,
+        half_io: bool = False,
         external_data: bool = False,
     ) -> tuple[Path, ...]:
         """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
@@ -288,7 +293,7 @@ class Export:
         The certificate gains the comparison, and the file's metadata carries it: with the gated
         model, or with ``module`` where that has learned on. A model that
         was captured in parts becomes a file for each: ``model.backbone.onnx`` for ``model.onnx``.
-        It is in float32 whatever dtype the model has: ONNX Runtime has few operators in others.
+        It is in float32 whatever dtype the model has, which is what can be compared exactly.
         Weights of more than 2 GB go into a file beside it, ``model.onnx.….data``, which has to stay
         there: its name is a new one each time, so that a kill leaves the old model or the new one.
 
@@ -307,6 +312,11 @@ class Export:
                 iterable of such. The certificate is about the file in float32; what eight bits
                 change is measured (``int8`` of the export, which the metadata of the second file
                 carries), and warned of where it is much or where nothing is gained.
+            dtype: write ``model.float16.onnx`` (or ``bfloat16``) beside ``model.onnx``, too: its
+                weights and operators in 16 bits. The certificate is about the file in float32; what
+                16 bits change is computed on the certificate's inputs, operator by operator
+                (``half`` of the export, which the metadata of the second file carries).
+            half_io: with ``dtype``, whether its inputs and outputs are in 16 bits, too.
             external_data: write the weights into the file beside it in any case.
 
         Returns:
@@ -319,13 +329,18 @@ class Export:
                 one that can.
             FileError: a file cannot be written.
             UsageError: an int8 file is asked for with inputs that do not fit, that are too few or
-                not finite, or of a model in parts.
+                not finite, or of a model in parts; a dtype that is none of these, or that the
+                opset has not.
         """
         check_whole("threads", threads, most=THREADS)
         check_opset(opset)
         _check_apart(path, self.source)
         self._look()
-        self.int8 = None
+        self.int8 = self.half = None
+        if dtype is not None:
+            from l0prune.exporting.onnx import half as half_precision  # loads onnx
+
+            opset = half_precision.opset_for(dtype, opset, self._made.pieces)
         if int8 is not None:
             from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
 
@@ -367,10 +382,20 @@ class Export:
                 self.int8 = eight_bits.write_int8(
                     unfinished, written[small], int8, piece, facts, threads, self.ranges
                 )
+            if dtype is not None:
+                (file, unfinished), piece = next(iter(written.items())), self._made.pieces[0]
+                small = half_precision.path_of(file, dtype)
+                data = stack.enter_context(data_beside(small))
+                written[small] = stack.enter_context(replacement(small))
+                self.half = half_precision.write_half(
+                    unfinished, written[small], data, dtype, piece, facts, threads, half_io=half_io
+                )
+                data_files += [small.with_name(data.name)] if data.exists() else []
         self.certificate = certificate
         self.files = (*written, *data_files)
         warnings = [self.times.warning] if self.times is not None else []
-        warnings += self.int8.warnings if self.int8 is not None else []
+        for each in (self.int8, self.half):
+            warnings += each.warnings if each is not None else []
         for text in filter(None, warnings):
             warn(text)
         return self.files
@@ -553,6 +578,7 @@ class Export:
             "certificate": self.certificate.to_dict(),
             "times": None if self.times is None else self.times.to_dict(),
             "int8": None if self.int8 is None else self.int8.to_dict(),
+            "half": None if self.half is None else self.half.to_dict(),
             "fidelity": None if self.fidelity is None else asdict(self.fidelity),
             "curve": [asdict(step) for step in self.curve],
             "changed": self.changed,
@@ -603,6 +629,8 @@ class Export:
             yield Text(f"Time: {self.times}")
         if self.int8 is not None:
             yield Text(f"In int8: {self.int8}")
+        if self.half is not None:
+            yield Text(f"In {self.half.dtype}: {self.half}")
         if self.note:
             yield Text(self.note)
 

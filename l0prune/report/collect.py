@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -50,6 +50,10 @@ from l0prune.running.task import LOSS, RECORD_KEYS, amount_keys, amounts
 from l0prune.timing.table import LatencyTable, Setting
 from l0prune.training.history import FACTS, NAME, History, Record
 
+if TYPE_CHECKING:
+    from l0prune.exporting.onnx.half import Half
+    from l0prune.exporting.onnx.int8 import Int8
+
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
 
 
@@ -68,7 +72,9 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
     if first is not dense:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
-    files = dense.files if dense.int8 is None else dense.files[:1]  # the one in float32
+    files = list(dense.files)
+    if _others(dense):  # that in float32 counts, with its weights
+        files = [each for each in files if each.name.startswith(files[0].name)]
     size, times = sum(file.stat().st_size for file in files), dense.times
     before = None if times is None else times.dense_bytes
     return Content(
@@ -81,7 +87,7 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
             time=None if times is None else _time(times),
         ),
         certificate=[Comparison(**check) for check in dense.certificate.to_dict()],
-        notes="\n".join(filter(None, (dense.note, _note_on_int8(dense)))),
+        notes="\n".join(filter(None, (dense.note, *_notes_on_others(dense)))),
         axes=axes,
         layers=layers,
         repeat=repeat_facts(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
@@ -262,12 +268,18 @@ def _time(times: Times) -> Time:
     )
 
 
-def _note_on_int8(dense: Export) -> str:
-    """Return what eight bits change; empty where no int8 file was written."""
-    if dense.int8 is None:
-        return ""
-    said = (each[:1].upper() + each[1:] for each in dense.int8.warnings)
-    return " ".join((f"In int8: {dense.int8}.", *(f"{each}." for each in said)))
+def _others(dense: Export) -> dict[str, Int8 | Half]:
+    """Return what fewer bits change, by their name, of files that lie beside the one in float32."""
+    found: dict[str, Int8 | Half] = {} if dense.int8 is None else {"int8": dense.int8}
+    return found if dense.half is None else {**found, dense.half.dtype: dense.half}
+
+
+def _notes_on_others(dense: Export) -> list[str]:
+    found = []
+    for name, other in _others(dense).items():
+        said = (each[:1].upper() + each[1:] for each in other.warnings)
+        found.append(" ".join((f"In {name}: {other}.", *(f"{each}." for each in said))))
+    return found
 
 
 def _cuts_of(dense: Export) -> tuple[list[LayerChange], list[Axis]]:

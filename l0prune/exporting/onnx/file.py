@@ -67,7 +67,7 @@ def rename(
     if len(inputs) == len(graph.input):
         _free_names(graph, inputs)
         pairs = zip(graph.input, inputs, strict=True)
-        _rename_values(graph, {value.name: name for value, name in pairs})
+        rename_values(graph, {value.name: name for value, name in pairs})
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     taken |= {given.name for given in (*graph.input, *graph.initializer)}
     names: dict[str, str] = {}
@@ -76,7 +76,7 @@ def rename(
             name += "_out"
         taken.add(name)
         names.setdefault(output.name, name)
-    _rename_values(graph, names)
+    rename_values(graph, names)
     symbols = {
         symbol[0]: name  # of a multiple, what it is one of
         for given, dims in zip(graph.input, sizes, strict=False)
@@ -91,7 +91,7 @@ def rename(
                 )
 
 
-def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Rename values, also where a branch of the graph reads them."""
     for node in graph.node:
         for values in (node.input, node.output):
@@ -99,7 +99,7 @@ def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
                 values[number] = names.get(value, value)
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                _rename_values(attribute.g, names)
+                rename_values(attribute.g, names)
     for value in (*graph.input, *graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
 
@@ -107,7 +107,7 @@ def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 def _free_names(graph: onnx.GraphProto, names: Sequence[str]) -> None:
     """Rename, in place, what has one of these names and is no input."""
     own = {value.name for value in graph.input}
-    _rename_values(graph, {name: f"{name}_inside" for name in names if name not in own})
+    rename_values(graph, {name: f"{name}_inside" for name in names if name not in own})
     for array in graph.initializer:
         if array.name in names:
             array.name += "_inside"
@@ -344,3 +344,19 @@ def describe(path: Path, facts: Mapping[str, Any]) -> None:
         entry.key, entry.value = f"l0prune.{key}", str(value)
     with open(path, "ab") as file:
         file.write(entries.SerializeToString())
+
+
+_OF_FLOAT32 = ("certificate", "changed", "times")
+
+
+def describe_beside(path: Path, facts: Mapping[str, str], own: Mapping[str, Any]) -> None:
+    """Describe a file that was made from one in float32.
+
+    Args:
+        path: of the file.
+        facts: of the one in float32: what is about that alone is called ``float32.certificate``.
+        own: what is about the file at ``path``.
+    """
+    shared = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
+    about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
+    describe(path, {**shared, **about, **own})

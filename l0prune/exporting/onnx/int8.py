@@ -21,12 +21,13 @@ from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, is_source, rows_in
-from l0prune.exporting.onnx.file import describe
+from l0prune.exporting.onnx.file import describe_beside
 from l0prune.exporting.onnx.int8_search import (
     Comparison,
     Differences,
     Outputs,
     Search,
+    as_texts,
     differences,
 )
 from l0prune.exporting.onnx.quantizer import (
@@ -51,7 +52,6 @@ _LARGE = 0.1  # an error that is warned of
 _TESTED = 2000  # test examples at most
 _TOGETHER = 50  # of these
 _SECONDS = 1.0  # of all turns
-_OF_FLOAT32 = ("certificate", "changed", "times")  # facts that are not about the int8 file
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,7 @@ class Int8:
         return found
 
     def __str__(self) -> str:
-        parts = []
-        for name, error in self.errors.items():
-            said = [] if error is None else [f"{error:.2%} from float32"]
-            if name in self.agreement:
-                same = "equal values" if error is None else "the same largest score"
-                said.append(f"{same} in {self.agreement[name]:.1%}")
-            parts.append(f"{name} {', '.join(said)}")
+        parts = as_texts(self.errors, self.agreement)
         parts += [f"{k} {a:.4g} → {b:.4g}" for k, (a, b) in self.metrics.items()]
         kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
         bits = ", ".join(f"{path} {weight}/{read}" for path, (weight, read) in self.bits.items())
@@ -225,9 +219,8 @@ def write_int8(
         has_vnni=has_dot_products(),
         bits={} if ranges is None else ranges.by_layer,
     )
-    own = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
-    about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
-    describe(target, {**own, **about, "batch": piece.takes, "int8": json.dumps(about_it.to_dict())})
+    own = {"batch": piece.takes, "int8": json.dumps(about_it.to_dict())}
+    describe_beside(target, facts, own)
     return about_it
 
 

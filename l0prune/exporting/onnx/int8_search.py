@@ -72,6 +72,18 @@ def differences(
     return errors, agreement
 
 
+def as_texts(errors: Mapping[str, float | None], agreement: Mapping[str, float]) -> list[str]:
+    """Return what ``differences`` found, a text for each output."""
+    found = []
+    for name, error in errors.items():
+        said = [] if error is None else [f"{error:.2%} from float32"]
+        if name in agreement:
+            same = "equal values" if error is None else "the same largest score"
+            said.append(f"{same} in {agreement[name]:.1%}")
+        found.append(f"{name} {', '.join(said)}")
+    return found
+
+
 Pairs = Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
 
 

@@ -1,0 +1,374 @@
+"""The file of a smaller model in 16 bits, float16 or bfloat16, and what these change.
+
+Nothing is proven of it. It is compared with the file in float32, which is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir
+import torch
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx.numpy_helper import from_array, to_array
+from onnx_ir.passes.common import TopologicalSortPass
+
+from l0prune.capture.example_inputs import examples_in
+from l0prune.errors import L0pruneError, UsageError, first_line
+from l0prune.exporting.certify.dtypes import cast
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.file import describe_beside, rename_values
+from l0prune.exporting.onnx.int8_search import Differences, Outputs, as_texts, differences
+from l0prune.exporting.onnx.older import LARGEST, move_out
+from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.running.stages import stage
+
+_FIRST_OF_BFLOAT16 = 22  # opset; before it no convolution has such numbers
+_TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+_NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_LARGE = 0.1  # an error that is warned of
+_SECONDS = 1.0  # of all turns
+
+
+@dataclass(frozen=True)
+class Half:
+    """A file in 16 bits compared with the file in float32 that it was made from.
+
+    Attributes:
+        dtype: ``float16`` or ``bfloat16``.
+        errors: by output, the root mean square of the difference over that of the output, where
+            each operator computes in float32 and its result is rounded; None of whole numbers.
+        agreement: by output, the share of examples (or places) with the same largest score.
+        compared: examples, those of the certificate.
+        too_large: weights that no float16 holds, which are its largest number instead.
+        bytes: of the file, weights included, and of the one in float32.
+        times: of the two files in turns; ``dense`` are those of the one in float32. None where
+            ONNX Runtime has no such operators for this processor.
+    """
+
+    dtype: str
+    errors: Mapping[str, float | None]
+    agreement: Mapping[str, float]
+    compared: int
+    too_large: tuple[str, ...]
+    bytes: tuple[int, int]
+    times: Times | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return the cautions for who serves the file; empty where all is well."""
+        found = []
+        if self.too_large:
+            found.append(
+                f"these weights are larger than float16 can hold, and were cut to 65,504: "
+                f"{', '.join(self.too_large[:3])}. Take bfloat16"
+            )
+        worst = max((e for e in self.errors.values() if e is not None), default=0.0)
+        if worst > _LARGE:
+            other = ", or bfloat16, which has float32's range" * (self.dtype == "float16")
+            found.append(
+                f"{self.dtype} changes the outputs by {worst:.0%}. The usual causes are values "
+                f"that 16 bits cannot hold and differences of large sums: serve float32{other}"
+            )
+        return found
+
+    def __str__(self) -> str:
+        parts = as_texts(self.errors, self.agreement)
+        size = f"{self.bytes[0] / max(1, self.bytes[1]):.0%} of the bytes"
+        time = "not run: ONNX Runtime has no such operators for this processor"
+        return f"{'; '.join(parts)} ({self.compared} examples); {size}; {self.times or time}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return asdict(self)
+
+
+def path_of(path: Path, dtype: str) -> Path:
+    """Return the path of such a file beside a file: ``model.float16.onnx``."""
+    return path.with_name(f"{path.stem}.{dtype}{path.suffix}")
+
+
+def opset_for(dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> int | None:
+    """Return the opset that both files have; None for the exporter's own choice.
+
+    Raises:
+        UsageError: it is no such dtype, its operators have it in later opsets only, or the model
+            is captured in parts.
+    """
+    if dtype not in _TYPES:
+        raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
+    if len(pieces) != 1 or pieces[0].path:
+        raise UsageError(
+            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
+            f"parts, and a file in {dtype} is made of one: convert each of them "
+            "(onnxruntime.transformers.float16)"
+        )
+    if dtype != "bfloat16" or (opset is not None and opset >= _FIRST_OF_BFLOAT16):
+        return opset
+    if opset is not None:
+        raise UsageError(
+            f"opset {opset} has no convolutions in bfloat16: give {_FIRST_OF_BFLOAT16} or more, or "
+            "leave opset out"
+        )
+    return _FIRST_OF_BFLOAT16
+
+
+def write_half(
+    path: Path,
+    target: Path,
+    data: Path,
+    dtype: str,
+    piece: ExportedPart,
+    facts: Mapping[str, str],
+    threads: int,
+    half_io: bool = False,
+) -> Half:
+    """Write the file in 16 bits of a file in float32, and compare the two.
+
+    Args:
+        path: of the file in float32.
+        target: of the other.
+        data: beside ``target``, where its weights lie if those of ``path`` lie apart.
+        dtype: ``float16`` or ``bfloat16``.
+        piece: that the file was made from.
+        facts: metadata of the file in float32, of which the other gets all; the certificate as
+            that of the other file.
+        threads: that a call may use when it is timed.
+        half_io: whether inputs and outputs are in this dtype, too.
+
+    Raises:
+        UsageError: the weights are too many for the converter.
+        L0pruneError: ONNX Runtime says that the file is none.
+    """
+    single = onnx.load(str(path))
+    if single.ByteSize() > LARGEST:
+        raise UsageError(
+            f"a file of more than 2 GB in float32 is not converted to {dtype}: ONNX Runtime's "
+            "converter holds it in one message. Export without dtype"
+        )
+    graph = onnx.load(str(path), load_external_data=False).graph
+    is_apart = any(tensor.external_data for tensor in graph.initializer)
+    with stage(f"converting the file to {dtype}"):
+        made, too_large = in_half(single, dtype, half_io=half_io)
+        converted = onnx_ir.from_proto(made)
+        if is_apart:
+            move_out(converted, data)
+        target.write_bytes(onnx_ir.to_proto(converted).SerializeToString())
+    with stage(f"comparing the file in {dtype} with the one in float32"):
+        errors, agreement = _differences(single, dtype, piece)
+    about_it = Half(
+        dtype=dtype,
+        errors=errors,
+        agreement=agreement,
+        compared=sum(examples_in(answer.inputs) for answer in piece.answers),
+        too_large=tuple(too_large),
+        bytes=(made.ByteSize(), single.ByteSize()),
+        times=_times(path, target, piece, threads),
+    )
+    own = {"batch": piece.takes, dtype: json.dumps(about_it.to_dict())}
+    describe_beside(target, facts, own)
+    return about_it
+
+
+def in_half(
+    single: ModelProto, dtype: str, *, half_io: bool = False
+) -> tuple[ModelProto, list[str]]:
+    """Return a file in 16 bits, by ONNX Runtime's converter, and the weights too large for it.
+
+    The converter knows float16, and which operators have to stay in float32. For bfloat16 its
+    types are replaced, and weights rounded anew from float32.
+    """
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    source = ModelProto()
+    source.CopyFrom(single)
+    made = convert_float_to_float16(source, keep_io_types=False)
+    before, too_large = dict(_tensors(single.graph)), []
+    for key, tensor in _tensors(made.graph):
+        if tensor.data_type != TensorProto.FLOAT16:
+            continue
+        if dtype == "float16":
+            wide = to_array(before[key]) if key in before else np.zeros(())
+            size = np.abs(wide[np.isfinite(wide)])
+            too_large += [key] if (size > np.finfo(np.float16).max).any() else []
+        else:
+            values = to_array(before.get(key, tensor)).astype(_NUMPY[dtype])
+            tensor.CopyFrom(from_array(values, tensor.name))
+    if dtype != "float16":
+        _retype(made.graph, _TYPES[dtype])
+    if not half_io:
+        _cast_at_borders(made.graph, _TYPES[dtype])
+    del made.metadata_props[:]  # facts about the file in float32
+    sorted_ = onnx_ir.from_proto(made)
+    TopologicalSortPass()(sorted_)
+    return onnx_ir.to_proto(sorted_), too_large
+
+
+def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+
+
+def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
+    """Yield the constants of a graph and of those in it, by name or by what they become."""
+    yield from ((tensor.name, tensor) for tensor in graph.initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield f"{node.output[0]}:{attribute.name}", attribute.t
+        for inner in _subgraphs(node):
+            yield from _tensors(inner)
+
+
+def _retype(graph: GraphProto, to: int) -> None:
+    """Replace float16 by another type, in place, in all but the constants."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+            value.type.tensor_type.elem_type = to
+    for node in graph.node:
+        for attribute in node.attribute:
+            names = ("to", "dtype")
+            if attribute.name in names and attribute.i == TensorProto.FLOAT16:
+                attribute.i = to
+        for inner in _subgraphs(node):
+            _retype(inner, to)
+
+
+def _cast_at_borders(graph: GraphProto, half: int) -> None:
+    """Let a graph take and give float32, in place: casts behind its inputs, before its outputs."""
+    first: list[NodeProto] = []
+    last: list[NodeProto] = []
+    for values, nodes in ((graph.input, first), (graph.output, last)):
+        for value in values:
+            if value.type.tensor_type.elem_type != half:
+                continue
+            name, inside = value.name, f"{value.name}_{TensorProto.DataType.Name(half).lower()}"
+            rename_values(graph, {name: inside})
+            value.name, value.type.tensor_type.elem_type = name, TensorProto.FLOAT
+            ends = (name, inside, half) if nodes is first else (inside, name, TensorProto.FLOAT)
+            nodes.append(helper.make_node("Cast", ends[:1], ends[1:2], to=ends[2]))
+    given = [*first, *graph.node, *last]
+    del graph.node[:]
+    graph.node.extend(given)
+
+
+def rounded(single: ModelProto, dtype: str) -> ModelProto:
+    """Return a file that computes in float32 and rounds the result of each operator to 16 bits."""
+    made = onnx.shape_inference.infer_shapes(single)
+    for _, tensor in _tensors(made.graph):
+        if tensor.data_type == TensorProto.FLOAT:
+            with np.errstate(over="ignore"):
+                values = to_array(tensor).astype(_NUMPY[dtype]).astype(np.float32)
+            tensor.CopyFrom(from_array(values, tensor.name))
+    _round_results(made.graph, _TYPES[dtype], frozenset())
+    return made
+
+
+def _round_results(graph: GraphProto, half: int, known: Collection[str]) -> None:
+    values = (*graph.input, *graph.output, *graph.value_info)
+    floats = {
+        *known,
+        *(v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT),
+    }
+    nodes = []
+    for node in graph.node:
+        for inner in _subgraphs(node):
+            _round_results(inner, half, floats)
+        nodes.append(node)
+        for number, name in enumerate(node.output):
+            if name in floats:
+                node.output[number] = f"{name}_exact"
+                ends = (f"{name}_exact", f"{name}_rounded", name)
+                nodes.append(helper.make_node("Cast", ends[:1], ends[1:2], to=half))
+                nodes.append(helper.make_node("Cast", ends[1:2], ends[2:], to=TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _differences(single: ModelProto, dtype: str, piece: ExportedPart) -> Differences:
+    """Return the errors and agreements of rounding, on what the certificate was given."""
+    names = [each.name for each in single.graph.output]
+    found: list[Sequence[Outputs]] = []
+    for model in (single, rounded(single, dtype)):
+        session = _plain_session(model)
+        given = [each.name for each in session.get_inputs()]
+        answers = []
+        for answer in piece.answers:
+            leaves = piece.read(cast(answer.inputs, torch.float32))
+            arrays = (torch.as_tensor(leaf).numpy() for leaf in leaves)
+            feed = dict(zip(given, arrays, strict=True))
+            if model is not single:
+                feed = {name: _rounded_array(array, dtype) for name, array in feed.items()}
+            answers.append(session.run(None, feed))
+        found.append(answers)
+    return differences(names, *found)
+
+
+def _rounded_array(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    return array.astype(_NUMPY[dtype]).astype(array.dtype) if array.dtype == np.float32 else array
+
+
+def _plain_session(model: ModelProto) -> Any:
+    """Return a session that optimizes nothing: it would take a cast and its reverse for none."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def _times(path: Path, target: Path, piece: ExportedPart, threads: int) -> Times | None:
+    """Run both files in turns; None where ONNX Runtime lacks operators of the second one's.
+
+    Raises:
+        L0pruneError: it says that the second is no file, or cannot run it.
+    """
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoOperator
+
+    try:
+        found = collect.Network(target, threads, collect.CPU)
+    except NoOperator:
+        return None
+    except Exception as error:  # of classes of its own
+        raise L0pruneError(
+            f"ONNX Runtime cannot run the file in 16 bits, so it was not written: "
+            f"{first_line(error)}. The one in float32 is fine: leave dtype out"
+        ) from error
+    network = collect.Network(path, threads, collect.CPU)
+    answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
+    leaves = piece.read(cast(answer.inputs, torch.float32))
+    arrays = [torch.as_tensor(leaf).numpy() for leaf in leaves]
+    half = {"tensor(float16)": np.float16}
+    feeds = [
+        {
+            each.name: array.astype(half.get(each.type, array.dtype))
+            for each, array in zip(one.session.get_inputs(), arrays, strict=True)
+        }
+        for one in (found, network)
+    ]
+    with stage("timing the file in 16 bits beside the one in float32"):
+        turns = collect.turns(
+            lambda times: found.median(feeds[0], times),
+            lambda times: network.median(feeds[1], times),
+            _SECONDS,
+        )
+    return Times(
+        tuple(turns["dense"]),
+        tuple(turns["own"]),
+        threads,
+        examples_in(answer.inputs),
+        f"onnxruntime {collect.version()}",
+        collect.processor(),
+    )
