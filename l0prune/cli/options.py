@@ -37,7 +37,9 @@ MODEL_HELP = (
 
 Model = Annotated[
     str | None,
-    typer.Argument(help=f"{MODEL_HELP} Default: the one *.pt here.", show_default=False),
+    typer.Argument(
+        help=f"{MODEL_HELP} Default: the one *.pt, else *.onnx, here.", show_default=False
+    ),
 ]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="The same as MODEL, for use with --weights.")
@@ -112,7 +114,10 @@ def open_model(
         raise UsageError(f"two models are named: {model} and {option}.")
     spec = chosen(model or option, "model") or only_model()
     if spec is None:
-        raise UsageError(f"no model is named. MODEL is one of: {MODEL_HELP}")
+        raise UsageError(
+            "no model is named, and there is no *.pt, *.pth or *.onnx here that no command has "
+            f"written. MODEL is one of: {MODEL_HELP}"
+        )
     if not (model or option):
         say(f"the model is {spec}")
     text = str(weights) if weights else None

@@ -16,6 +16,7 @@ OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
 _IMAGES = {
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 }  # what torchvision reads
+_TAIL = 1 << 20  # bytes at the end of an ONNX file that are looked at for an export's facts
 _SAMPLE = 8  # images that are looked at for their size
 _TEXTS = ("model", "input", "data", "data_root")
 _SETTINGS = "finetune"
@@ -70,17 +71,27 @@ def newest(*patterns: str, command: str) -> Path:
 def only_model() -> str | None:
     """Return the one model file in this folder that no command has written; None without any.
 
+    An ONNX file is one where there is no file of torch's.
+
     Raises:
         UsageError: there are several.
     """
     paths = (path for ending in ("pt", "pth") for path in Path().glob(f"*.{ending}"))
     found = sorted(str(path) for path in paths if not str(path).endswith(OURS))
+    found = found or sorted(str(path) for path in Path().glob("*.onnx") if not _is_ours(path))
     if len(found) > 1:
         raise UsageError(
             f"no model is named, and there are {len(found)} model files here: {', '.join(found)}. "
             f"Name one: l0prune gate {found[0]}"
         )
     return found[0] if found else None
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether an export has written this ONNX file: its last entries say what it proved."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        return b"l0prune." in file.read()
 
 
 def image_folder() -> Path | None:
