@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
+    from l0prune.exporting.exits.skip_file import save_skipping
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
     from l0prune.exporting.vocabulary.cut import shrink_vocabulary
@@ -99,6 +100,7 @@ _HOMES = {
     "read_info": "files.artifact",
     "resize": "files.smaller_model",
     "save": "files.artifact",
+    "save_skipping": "exporting.exits.skip_file",
     "score": "selection.scores",
     "scores": "selection",
     "shrink": "report.shrink",
@@ -159,6 +161,7 @@ __all__ = [
     "read_info",
     "resize",
     "save",
+    "save_skipping",
     "score",
     "scores",
     "shrink",

@@ -27,7 +27,8 @@ NAMES = {
     "add_exits", "add_input_gates", "choose_exits", "compensate",
     "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
     "gates", "input_macs", "input_penalty", "load", "load_data", "load_model", "measure",
-    "measures", "param_groups", "penalty", "read_info", "resize", "save", "score", "scores",
+    "measures", "param_groups", "penalty", "read_info", "resize", "save",
+    "save_skipping", "score", "scores",
     "shrink", "shrink_vocabulary", "survey",
     "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip

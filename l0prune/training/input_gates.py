@@ -77,7 +77,7 @@ def add_input_gates(
         shape: weight of batch-shaping, which makes each gate open for some inputs and closed for
             others; 0 for none.
         skip: blocks that are added to a stream get one gate more, which closes all of their
-            channels: ``skippable`` writes a file that then leaves the block out.
+            channels: ``save_skipping`` writes a file that then leaves the block out.
         per: ``"example"``, or ``"position"``: each token has its own gates; only where a block and
             the Linears in it take values of shape (examples, …, channels).
         hidden: width of the gating modules; a sixteenth of the block's channels, at least 8, where

@@ -51,7 +51,7 @@ class InputMacs:
     Attributes:
         expected: MACs of one example on average, of what its open gates leave; gating modules
             included. Closed channels are counted as not computed: a runtime multiplies them by
-            zero, but for blocks that are left out whole (``skippable``).
+            zero, but for blocks that are left out whole (``save_skipping``).
         whole: MACs with all gates open.
         skipped: MACs of one example on average where only whole blocks are left out.
         blocks: what is open of each.

@@ -26,6 +26,7 @@ from l0prune.exporting.onnx.file import Session, rename, to_onnx
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.slicing.program import reexport
 from l0prune.files.exit_network import ExitNetwork
+from l0prune.files.input_gates import InputGatedNetwork
 from l0prune.running.stages import stage
 
 
@@ -70,7 +71,7 @@ def write(early: EarlyExit, example: Inputs, path: Path) -> None:
     program = reexport(_AllWays(copied(early)), one, dynamic=False).program
     model: onnx.ModelProto = to_onnx(program)
     graph = model.graph
-    own = iter(_names(early.network, example, len(graph.input) - 1))
+    own = iter(input_names(early.network, example, len(graph.input) - 1))
     given = [each.name if each.name == THRESHOLDS else next(own) for each in graph.input]
     rename(model, (), (), given)
     names = [output.name for output in graph.output]
@@ -82,9 +83,11 @@ def write(early: EarlyExit, example: Inputs, path: Path) -> None:
     path.write_bytes(nested(model, levels, names[-1], OUTPUTS[0]).SerializeToString())
 
 
-def _names(network: nn.Module, example: Inputs, count: int) -> Sequence[str]:
+def input_names(network: nn.Module, example: Inputs, count: int) -> Sequence[str]:
     """Return what the network's own forward calls its inputs; else numbered ones."""
-    inner = network.network if isinstance(network, ExitNetwork) else network
+    inner = network
+    while isinstance(inner, ExitNetwork | InputGatedNetwork):
+        inner = inner.network
     args, kwargs = example
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(inner.forward).parameters.values()
@@ -151,18 +154,24 @@ def _single(leaf: Any) -> Tensor:
 
 def _one_by_one(session: Session, number: int, leaves: list[Tensor]) -> list[Tensor]:
     """Return the answers to the examples of a batch, all of which are to leave at one exit."""
-    size = max(len(leaf) for leaf in leaves if leaf.ndim)
-    outputs = []
-    for row in range(size):
-        one = [x[row : row + 1] if x.ndim and len(x) == size else x for x in leaves]
-        output, exit_, _ = session(one)
-        if int(exit_) != number:
+    outputs, exits, _ = one_by_one(session, leaves)
+    for exit_ in exits.tolist():
+        if exit_ != number:
             raise CertificateError(
-                f"The file answers at exit {int(exit_)} where {number} was asked for, so nothing "
+                f"The file answers at exit {exit_} where {number} was asked for, so nothing "
                 "was written: please report this with the model's code."
             )
-        outputs.append(output)
-    return [torch.cat(outputs)]
+    return [outputs]
+
+
+def one_by_one(session: Session, leaves: list[Tensor]) -> list[Tensor]:
+    """Return the outputs for the examples of a batch, each of which is computed alone."""
+    size = max(len(leaf) for leaf in leaves if leaf.ndim)
+    found = [
+        session([x[row : row + 1] if x.ndim and len(x) == size else x for x in leaves])
+        for row in range(size)
+    ]
+    return [torch.cat(each) for each in zip(*found, strict=True)]
 
 
 def times(path: Path, inputs: Inputs, piece: ExportedPart, exits: int, threads: int) -> Array:

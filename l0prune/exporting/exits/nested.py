@@ -52,16 +52,16 @@ class _Source:
             node = self._maker.get(pending.pop())
             if node is not None and id(node) not in needed:
                 needed.add(id(node))
-                pending += _read_by(node)
+                pending += read_by(node)
         taken = [node for node in self._left if id(node) in needed]
         self._left = [node for node in self._left if id(node) not in needed]
         return taken
 
 
-def _read_by(node: onnx.NodeProto) -> list[str]:
+def read_by(node: onnx.NodeProto) -> list[str]:
     """Return the names of what a node reads, and those that graphs within it read."""
     inner = [each for a in node.attribute if a.HasField("g") for each in a.g.node]
-    return [*node.input, *(name for each in inner for name in _read_by(each))]
+    return [*node.input, *(name for each in inner for name in read_by(each))]
 
 
 def nested(
@@ -92,7 +92,7 @@ def nested(
     del graph.node[:], graph.output[:], graph.value_info[:], graph.initializer[:]
     graph.node.extend(nodes)
     graph.output.extend(_values(shape, (answer, *OUTPUTS[1:])))
-    moved = _move_in(graph, {each.name: each for each in model.graph.initializer})
+    moved = move_in(graph, {each.name: each for each in model.graph.initializer})
     kept = [each for each in model.graph.initializer if each.name not in moved]
     graph.initializer.extend(kept)
     onnx.checker.check_model(result)
@@ -165,7 +165,7 @@ def _shape(value: onnx.ValueInfoProto) -> list[int]:
     return [dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
 
-def _move_in(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> set[str]:
+def move_in(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> set[str]:
     """Move weights into the one branch that reads them; return the names of those that were moved.
 
     A runtime that optimises each graph by itself finds them there.
@@ -177,11 +177,11 @@ def _move_in(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) ->
         for name in node.input:
             readers.setdefault(name, set()).add(0)
     for number, branch in enumerate(branches, start=1):
-        for name in {name for node in branch.node for name in _read_by(node)}:
+        for name in {name for node in branch.node for name in read_by(node)}:
             readers.setdefault(name, set()).add(number)
     for number, branch in enumerate(branches, start=1):
         own = {n: w for n, w in weights.items() if readers.get(n) == {number} and n != THRESHOLDS}
-        deeper = _move_in(branch, own)
+        deeper = move_in(branch, own)
         branch.initializer.extend(weight for name, weight in own.items() if name not in deeper)
         moved |= own.keys()
     return moved

@@ -1,0 +1,113 @@
+"""Gates that follow the input: beside a network that is only cut, at equal epochs.
+
+    python -m benchmarks.input_gates
+    python -m benchmarks.input_gates --epochs 15 --shares 0.5 0.3
+
+A trained network is fine-tuned to each share of its MACs: by static gates (``cut``), and by gates
+that follow the input, to a target in expected MACs, with batch-shaping and without, with the hard
+concrete gate and with the binary one. Expected MACs and errors are those of the test examples.
+``ms`` is the mean over test images of a call of ONNX Runtime on one thread, one image at a time: of
+the plain file, which multiplies by zero, and of the one that leaves out blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from benchmarks.exits import SETTINGS, cut, network
+from l0prune.data import Data
+from l0prune.exporting.onnx.file import Session
+
+IMAGES, TURNS = 100, 20
+
+
+def ms_of(paths: list[Path], inputs: Tensor) -> list[float]:
+    """Return the mean milliseconds of one image, the files in turns; the median over turns."""
+    sessions = [Session(str(path)) for path in paths]
+    found: list[list[float]] = [[] for _ in paths]
+    for _ in range(TURNS):
+        for session, of in zip(sessions, found, strict=True):
+            began = time.perf_counter()
+            for image in inputs[:IMAGES]:
+                session([image[None]])
+            of.append((time.perf_counter() - began) / len(inputs[:IMAGES]) * 1e3)
+    return [sorted(of)[TURNS // 2] for of in found]
+
+
+def adapted(model: nn.Module, data: Data, epochs: int, options: dict[str, Any]) -> nn.Module:
+    """Return a copy that was fine-tuned with input gates."""
+    gated = l0prune.add_input_gates(copy.deepcopy(model), (data.train.example(2),), **options)
+    l0prune.train_dense(gated, data, epochs=epochs, lr=1e-3, **SETTINGS)
+    return gated
+
+
+def row(name: str, model: nn.Module, data: Data) -> str:
+    """Return a line of the table about a network with input gates; it is gated, all open."""
+    found = l0prune.input_macs(model, data)
+    wrong = l0prune.evaluate(model, data)["error"]
+    left_out = sum(block.left_out for block in found.blocks)
+    varying = 1 - sum(b.always + b.never for b in found.blocks) / len(found.blocks)
+    dense = l0prune.export(l0prune.gate(model, (data.train.example(2),)))
+    with tempfile.TemporaryDirectory() as folder:
+        (plain,) = dense.save_onnx(Path(folder) / "plain.onnx")
+        skipping = l0prune.save_skipping(dense, Path(folder) / "skip.onnx")
+        times = ms_of([plain, skipping], data.test.inputs)  # type: ignore[attr-defined]
+    shown = " / ".join(f"{each:.4f}" for each in times)
+    return (
+        f"| {name} | {found.expected:,.0f} | {found.skipped:,.0f} | {varying:.1%} | "
+        f"{left_out:.2f} | {shown} | {wrong:.2%} |"
+    )
+
+
+def rows(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of the table."""
+    data = l0prune.load_data(options.data)
+    yield (
+        "| way | expected MACs | where only blocks are left out | channels that follow the input | "
+        "blocks left out | ms | error |"
+    )
+    yield "|---" * 7 + "|"
+    model = network(options.network, data, options.epochs, 0)
+    for share in options.shares:
+        dense = cut(model, data, share, options.epochs)
+        with tempfile.TemporaryDirectory() as folder:
+            (file,) = dense.save_onnx(Path(folder) / "cut.onnx")
+            (ms,) = ms_of([file], data.test.inputs)  # type: ignore[attr-defined]
+        wrong = l0prune.evaluate(dense.module, data)["error"]
+        yield f"| cut, {share:g} | {dense.macs:,} | {dense.macs:,} | | | {ms:.4f} | {wrong:.2%} |"
+        ways: dict[str, dict[str, Any]] = {
+            "hard concrete": {},
+            "hard concrete, shape 1": {"shape": 1.0},
+            "binary, shape 1": {"shape": 1.0, "gate": l0prune.BinaryConcrete()},
+        }
+        for name, way in ways.items():
+            found = adapted(model, data, options.epochs, {"target": share, **way})
+            yield row(f"{name}, {share:g}", found, data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", default="digits_resnet", help="a function of vision.py")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.3])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for line in rows(options):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
