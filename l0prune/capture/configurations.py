@@ -175,3 +175,34 @@ def sizes_of(model: nn.Module) -> dict[Dim, int]:
     """Return the size of each dim of each tensor in a model's state."""
     state = model.state_dict()
     return {(name, dim): size for name, t in state.items() for dim, size in enumerate(t.shape)}
+
+
+def put_size(model: nn.Module, sizes: Mapping[Dim, int], old: int, new: int) -> bool:
+    """Put a size into the configuration of a model of transformers, in place.
+
+    The numbers that count are those by which the class builds tensors of the new sizes.
+
+    Args:
+        model: whose configuration is changed.
+        sizes: of its state's tensors when they are cut.
+        old: the size that it was.
+        new: the size that it is.
+
+    Returns:
+        Whether there are such numbers.
+    """
+    if not class_of_transformers(type(model)):
+        return False
+    known: Any = model
+    data = configuration_of(model)
+    given = Configured(type(model), data)
+    fields = [field for field, value in numbers_in(data) if value == old]
+    for each in (*((field,) for field in fields), tuple(fields)):
+        if each and given.sizes(dict.fromkeys(each, new)) == sizes:
+            for field in each:
+                config = known.config
+                for key in field[:-1]:
+                    config = getattr(config, key)
+                setattr(config, field[-1], new)
+            return True
+    return False

@@ -274,7 +274,21 @@ def _learned(
     return _with_mask(x, scale, rounded, axis, low, high)[0]
 
 
+def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Rows of each group times its own matrix: ``(rows, in)``, ``(groups, in, out)``, the ends.
+
+    torch has no such product of float64. Rows after the last end are of no group.
+    """
+    result = x.new_zeros(x.shape[0], weight.shape[-1])
+    start = 0
+    for matrix, end in zip(weight, offsets.tolist(), strict=True):
+        result[start:end] = x[start:end] @ matrix
+        start = end
+    return result
+
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
+    _ATEN._grouped_mm.default: _grouped,
     _ATEN.fake_quantize_per_channel_affine_cachemask.default: _with_mask,
     _ATEN._fake_quantize_learnable_per_channel_affine.default: _learned,
 }

@@ -138,12 +138,14 @@ class Reference:
         module: the one before the cut, as it can be trained: a captured graph has no such mode.
         answers: what has to come out in eval mode.
         is_trained: whether training mode matters.
+        is_cached: whether a step with a cache does: not of a module that takes other inputs.
     """
 
     path: str
     module: nn.Module
     answers: Sequence[Answer]
     is_trained: bool = True
+    is_cached: bool = True
 
     @cached_property
     def in_training(self) -> Expected:
@@ -155,6 +157,8 @@ class Reference:
     @cached_property
     def cached_step(self) -> CachedStep | None:
         """Result expected of a step with a cache; None where the module keeps none."""
+        if not self.is_cached:
+            return None
         return CachedStep.of(self.module, self.answers[0].inputs, self.answers[0].dtypes[0])
 
 

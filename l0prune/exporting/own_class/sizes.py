@@ -45,6 +45,7 @@ _NAMES = {
     "head": ("head",),
     "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim", "val_dim", "dim_head"),
     "group": ("group",),
+    "expert": ("expert",),
     "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
 }
 

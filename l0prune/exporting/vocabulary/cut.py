@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.capture import capture
 from l0prune.capture.compat import pytree
-from l0prune.capture.configurations import sizes_of
+from l0prune.capture.configurations import put_size, sizes_of
 from l0prune.capture.copying import copied_around
 from l0prune.capture.example_inputs import keep, plain
 from l0prune.capture.sizes import Inputs
@@ -27,7 +27,7 @@ from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.own_class.choice import Reference, choose, own_class
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut, stored_in
-from l0prune.exporting.vocabulary.numbers import renumber, set_rows, token_ids_in
+from l0prune.exporting.vocabulary.numbers import renumber, token_ids_in
 from l0prune.exporting.vocabulary.result import SmallerVocabulary
 from l0prune.files.example_guess import guess_example
 from l0prune.files.model_sources import parse_input
@@ -184,11 +184,11 @@ def _cut_model(
             sizes |= {(other, dim): size for dim, size in enumerate(tensors[name].shape)}
     _set_padding(settled, tensors, new)
     renumber(settled, new)
-    set_rows(settled, sizes, plan.size, len(chosen))
+    put_size(settled, sizes, plan.size, len(chosen))
     answers = _answers(model, found, numbers, special)
     slots = KeptSlots(plan, kept.double(), kept)
     own = own_class(settled, slots, tensors)
-    choice = choose(own, [_Renumbered("", settled, answers, is_trained=False)])
+    choice = choose(own, [Reference("", settled, answers, is_trained=False, is_cached=False)])
     comparison = choice.comparisons[""]
     if comparison.reason:
         raise CertificateError(
@@ -199,15 +199,6 @@ def _cut_model(
         )
     _forget_tokenizer(choice.module)
     return choice.module, comparison.checks
-
-
-class _Renumbered(Reference):
-    """Reference whose answers are to other ids than its module takes."""
-
-    @property
-    def cached_step(self) -> None:  # type: ignore[override]
-        """No step with a cache: it would be given other tokens."""
-        return
 
 
 def _set_padding(

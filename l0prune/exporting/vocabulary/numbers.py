@@ -1,4 +1,4 @@
-"""Ids of tokens in a model's configuration and modules, and the number of rows in the former."""
+"""Ids of tokens in a model's configuration and modules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-
-from l0prune.capture.configurations import (
-    Configured,
-    Dim,
-    class_of_transformers,
-    configuration_of,
-    numbers_in,
-)
 
 # What transformers calls the id of a token, several of them, and such as are never generated.
 _ID = re.compile(r"_token_ids?$|_token_index$|_to_id$")
@@ -48,34 +40,6 @@ def renumber(model: nn.Module, new: Mapping[int, int]) -> None:
         for name, value in list(vars(config).items()):
             if _SUPPRESSED.search(name) and isinstance(value, list):
                 setattr(config, name, [new[number] for number in value if number in new])
-
-
-def set_rows(model: nn.Module, sizes: Mapping[Dim, int], old: int, new: int) -> None:
-    """Put the number of rows into the configuration of a model of transformers.
-
-    The numbers that count are those by which the class builds tensors of the new sizes.
-
-    Args:
-        model: whose configuration is changed, in place.
-        sizes: of its state's tensors when they are cut.
-        old: rows that there were.
-        new: rows that there are.
-    """
-    if not class_of_transformers(type(model)):
-        return
-    known: Any = model
-    data = configuration_of(model)
-    given = Configured(type(model), data)
-    fields = [field for field, value in numbers_in(data) if value == old]
-    fields.sort(key=lambda field: "vocab" not in field[-1])
-    for each in (*((field,) for field in fields), tuple(fields)):
-        if each and given.sizes(dict.fromkeys(each, new)) == sizes:
-            for field in each:
-                config = known.config
-                for key in field[:-1]:
-                    config = getattr(config, key)
-                setattr(config, field[-1], new)
-            return
 
 
 def _named_ids(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:

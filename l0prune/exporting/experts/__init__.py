@@ -1,0 +1,1 @@
+"""A mixture of experts with fewer of them."""

@@ -1,0 +1,117 @@
+"""Mixtures of experts in a model: the tensors and modules that each expert is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.example_inputs import call
+from l0prune.capture.model_checks import evaluating
+from l0prune.capture.provenance import within
+from l0prune.capture.sizes import Inputs
+from l0prune.errors import UsageError
+from l0prune.exporting.experts.routing import Router, Routing
+from l0prune.files.cut_layers import tensors_of
+
+_KERNEL = 3  # dims of a tensor that has a matrix for each expert
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A router and its experts.
+
+    Attributes:
+        router: which experts it scores.
+        path: of the module that holds router and experts.
+        rows: names of the tensors that have a row for each expert: router, bias, matrices.
+        lists: paths of lists of modules, one for each expert.
+        holder: path of the module that has the matrices of all experts; empty where lists have
+            them.
+    """
+
+    router: Router
+    path: str
+    rows: tuple[str, ...]
+    lists: tuple[str, ...]
+    holder: str = ""
+
+
+def mixtures_in(model: nn.Module, example: Inputs) -> list[Mixture]:
+    """Find the mixtures of a model by running it on an example.
+
+    Raises:
+        UsageError: there are none, or no experts are found that belong to a router.
+    """
+    with evaluating(model), Routing(model) as routing:
+        call(model, example)
+    routers = [each for each in routing.found.values() if each.chosen]
+    if not routers:
+        raise UsageError(
+            "the model has no mixture of experts: nothing in it chooses the best (topk) of scores "
+            "that the rows of a weight make"
+        )
+    return [_mixture(model, router) for router in routers]
+
+
+def _mixture(model: nn.Module, router: Router) -> Mixture:
+    owner = router.name.rpartition(".")[0]
+    path = owner
+    while True:
+        around = model.get_submodule(path)
+        stacked = dict.fromkeys(_stacked(around, path, router))
+        lists = [
+            within(path, name)
+            for name, each in around.named_modules()
+            if isinstance(each, nn.ModuleList) and len(each) == router.experts
+        ]
+        if stacked or lists:
+            break
+        if not path:
+            raise UsageError(
+                f"no experts are found that belong to the router {router.name}: neither a tensor "
+                f"with a matrix for each of the {router.experts}, nor a list of as many modules"
+            )
+        path = path.rpartition(".")[0]
+    rows = [
+        within(owner, name)
+        for name, tensor in tensors_of(model.get_submodule(owner))
+        if tensor.dim() and tensor.shape[0] == router.experts
+    ]
+    holders = dict.fromkeys(name.rpartition(".")[0] for name in stacked)
+    holder = next(iter(holders), "")
+    return Mixture(router, path, tuple(dict.fromkeys([*rows, *stacked])), tuple(lists), holder)
+
+
+def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
+    """Names of tensors with a row for each expert, in modules that have a matrix for each."""
+    for inner, module in around.named_modules():
+        found = {
+            within(within(path, inner), name): tensor
+            for name, tensor in tensors_of(module)
+            if tensor.dim() and tensor.shape[0] == router.experts
+        }
+        if any(tensor.dim() >= _KERNEL for tensor in found.values()):
+            yield from found
+
+
+def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
+    """Parameters of one expert, and of the model's router for it."""
+    own = {name: tensor for name, tensor in model.named_parameters() if name in mixture.rows}
+    owner = mixture.router.name.rpartition(".")[0]
+    by_router = [t for name, t in own.items() if name.rpartition(".")[0] == owner]
+    router = sum(tensor[0].numel() for tensor in by_router)
+    stacked = sum(tensor[0].numel() for tensor in own.values()) - router
+    listed = sum(
+        sum(parameter.numel() for parameter in model.get_submodule(path)[0].parameters())  # type: ignore[index]
+        for path in mixture.lists
+    )
+    return stacked + listed, router
+
+
+def closed_but(mixture: Mixture, kept: Tensor) -> dict[str, Tensor]:
+    """What ``Routing`` takes, of one mixture of which the experts of these numbers stay."""
+    closed = torch.ones(mixture.router.experts, dtype=torch.bool).index_fill_(0, kept, False)
+    return {mixture.router.name: closed}

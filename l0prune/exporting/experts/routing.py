@@ -1,0 +1,133 @@
+"""Routers of mixtures, found where they choose, and run as if some of their experts were gone.
+
+A router is a weight whose rows make numbers of which ``topk`` then chooses. Which weight that is
+shows while the model runs; no name decides, and no graph is needed, so that it does not matter
+whether the experts' code depends on what was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from l0prune.capture.compat import pytree
+
+_TOPK = (torch.topk, Tensor.topk)
+_PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.addmm)
+_MOST_DIMS = 2  # of a weight that is a router's
+
+
+@dataclass(frozen=True)
+class Router:
+    """A weight whose rows score experts, of which the best are chosen.
+
+    Attributes:
+        name: of the weight.
+        experts: how many there are.
+        chosen: how many of them an input gets.
+        groups: equal parts of them among which is chosen first; one where there is no such choice.
+        within: how many of each part count for that.
+    """
+
+    name: str
+    experts: int
+    chosen: int
+    groups: int = 1
+    within: int = 1
+
+
+class Routing(TorchFunctionMode):
+    """Within the context the routers of a model are noted, and closed experts are never chosen.
+
+    Where a router makes its scores, those of closed experts become -inf, and once more where
+    ``topk`` compares what was made of them, since a sigmoid and a bias make it finite again.
+
+    Attributes:
+        found: the routers, by name.
+        loads: how many inputs got each expert, by a router's name; int64.
+    """
+
+    def __init__(self, model: nn.Module, closed: Mapping[str, Tensor] | None = None) -> None:
+        """Watch a model; ``closed`` has by a router's name which experts are, bool."""
+        super().__init__()
+        self.found: dict[str, Router] = {}
+        self.loads: dict[str, Tensor] = {}
+        self._closed = closed
+        # the parameter that a tensor is, and the router whose scores one holds
+        self._weights: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._scores: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._rows: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() and (closed is None or name in closed):
+                self._weights[parameter] = name
+                self._rows[name] = parameter.shape[0]
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch; look at what it makes, and change scores."""
+        kwargs = kwargs or {}
+        if function in _TOPK:
+            return self._compared(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        names = [self._weights[each] for each in given if each in self._weights]
+        if function in _PRODUCTS:
+            name = next((n for n in names if self._rows[n] == result.shape[-1]), None)
+            return result if name is None else self._scored(name, result)
+        if len(given) == 1 and names and result.dim() <= _MOST_DIMS:  # another dtype, transposed
+            self._weights[result] = names[0]
+            return result
+        self._follow(given, result)
+        return result
+
+    def _scored(self, name: str, scores: Tensor) -> Tensor:
+        if self._closed is not None:
+            scores = scores.masked_fill(self._closed[name].to(scores.device), -torch.inf)
+        self._scores[scores] = name
+        return scores
+
+    def _follow(self, given: Sequence[Tensor], result: Tensor) -> None:
+        """Note what is made of scores, one for each expert or each of a part of them."""
+        name = next((self._scores[each] for each in given if each in self._scores), None)
+        if name and result.is_floating_point() and _groups(result, self._rows[name]):
+            self._scores[result] = name
+
+    def _compared(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``topk`` and note what it compares, of which closed experts are -inf."""
+        given = dict(zip(("input", "k", "dim"), args, strict=False)) | kwargs
+        source, dim = given["input"], given.get("dim", -1)
+        name = self._scores.get(source)
+        if name is None or dim not in (-1, source.dim() - 1):
+            return function(*args, **kwargs)
+        groups = _groups(source, self._rows[name])
+        if self._closed is not None:
+            closed = self._closed[name].to(source.device)
+            shape = (groups, -1) if groups > 1 else (-1,)
+            source = source.masked_fill(closed.view(shape), -torch.inf)
+        result = torch.topk(**{**given, "input": source})
+        known = self.found.get(name, Router(name, self._rows[name], 0))
+        if groups > 1:
+            self.found[name] = replace(known, groups=groups, within=int(given["k"]))
+        else:
+            self.found[name] = replace(known, chosen=int(given["k"]))
+            load = result[1].flatten().bincount(minlength=known.experts)
+            self.loads[name] = self.loads.get(name, 0) + load
+        return result
+
+
+def _groups(scores: Tensor, size: int) -> int:
+    """In how many parts a tensor has a number for each expert; none where it has not."""
+    if scores.dim() and scores.shape[-1] == size:
+        return 1
+    if scores.dim() > 1 and scores.shape[-1] * scores.shape[-2] == size:
+        return int(scores.shape[-2])
+    return 0
