@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
     from l0prune.exporting.exits.skip_file import save_skipping
+    from l0prune.exporting.experts.cut import shrink_experts
+    from l0prune.exporting.experts.result import FewerExperts
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
     from l0prune.exporting.vocabulary.cut import shrink_vocabulary
@@ -63,6 +65,7 @@ _HOMES = {
     "Data": "data.dataset",
     "EarlyExits": "exporting.exits.early_exits",
     "Export": "exporting.result",
+    "FewerExperts": "exporting.experts.result",
     "Gate": "gating.kinds.base",
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
@@ -104,6 +107,7 @@ _HOMES = {
     "score": "selection.scores",
     "scores": "selection",
     "shrink": "report.shrink",
+    "shrink_experts": "exporting.experts.cut",
     "shrink_vocabulary": "exporting.vocabulary.cut",
     "survey": "report.survey",
     "train_dense": "report.live",
@@ -123,6 +127,7 @@ __all__ = [
     "Data",
     "EarlyExits",
     "Export",
+    "FewerExperts",
     "Gate",
     "Gates",
     "HardConcrete",
@@ -165,6 +170,7 @@ __all__ = [
     "score",
     "scores",
     "shrink",
+    "shrink_experts",
     "shrink_vocabulary",
     "survey",
     "train_dense",

@@ -21,7 +21,8 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
-    "Data", "EarlyExits", "Export", "Gate", "Gates", "HardConcrete", "History", "InputMacs",
+    "Data", "EarlyExits", "Export", "FewerExperts", "Gate", "Gates", "HardConcrete", "History",
+    "InputMacs",
     "LatencyTable", "Measure", "Pruner", "Report", "Settings", "SmallerVocabulary",
     "Survey", "Task", "__version__",
     "add_exits", "add_input_gates", "choose_exits", "compensate",
@@ -29,7 +30,7 @@ NAMES = {
     "gates", "input_macs", "input_penalty", "load", "load_data", "load_model", "measure",
     "measures", "param_groups", "penalty", "read_info", "resize", "save",
     "save_skipping", "score", "scores",
-    "shrink", "shrink_vocabulary", "survey",
+    "shrink", "shrink_experts", "shrink_vocabulary", "survey",
     "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

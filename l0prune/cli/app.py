@@ -13,6 +13,7 @@ import typer
 from l0prune.cli import runs
 from l0prune.cli.edge import own_warnings, run_command
 from l0prune.cli.evaluate import evaluate
+from l0prune.cli.experts import experts
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
@@ -36,7 +37,7 @@ Or all of it on embedded data: l0prune run digits-lenet
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 COMMANDS = (
-    *(survey, gate, measure, fit, shrink, vocabulary, finetune, export, evaluate),
+    *(survey, gate, measure, fit, shrink, vocabulary, experts, finetune, export, evaluate),
     *(runs.run, runs.report),
 )
 for command in COMMANDS:

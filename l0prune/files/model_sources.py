@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.configurations import class_of_transformers
 from l0prune.errors import FileError, UsageError
 from l0prune.files.pickles import load_pickle
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
@@ -188,6 +189,15 @@ def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if all(n.startswith(prefix) for n in result) and not result.keys() & own:
             result = {name.removeprefix(prefix): value for name, value in result.items()}
     return result
+
+
+def write_model(model: nn.Module, folder: Path) -> None:
+    """Write a model into a folder: one of transformers as it does, another pickled as model.pt."""
+    writer: Any = model
+    if class_of_transformers(type(model)):
+        writer.save_pretrained(folder)
+    else:
+        torch.save(model, folder / "model.pt")
 
 
 def parse_input(text: str) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

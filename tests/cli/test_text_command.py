@@ -91,6 +91,22 @@ def test_finetune_distils_on_a_text(found, folder):
     assert found("finetune", "d.pt", *options)["perplexity"] < 20
 
 
+@pytest.mark.slow
+def test_experts_writes_a_model_of_fewer(done, refused, folder, tmp_path):
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": len(WORDS)}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(tmp_path / "mixtral")
+    asked = ("experts", f"transformers:{tmp_path / 'mixtral'}", "--tokenizer", folder / "llama")
+    asked += ("--data", f"{folder / 'a.txt'}:16", "--score", "reap")
+    told, _ = done(*asked, "--experts", "6", "--out", "six", "--json")
+    small = AutoModelForCausalLM.from_pretrained("six")
+    assert small.config.num_local_experts == 6
+    assert small.num_parameters() == told["params"] < told["params_before"]
+    assert "1 experts are fewer than the 2" in refused(2, *asked, "--experts", "1")
+
+
 def test_vocabulary_writes_a_model_and_its_tokenizer(done, refused, folder, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

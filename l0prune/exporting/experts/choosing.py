@@ -165,9 +165,8 @@ SCORES: Mapping[str, Callable[[nn.Module, Mixture, Observed], Tensor]] = {
 OUTPUT = "output"
 
 
-def chosen(
-    model: nn.Module, mixture: Mixture, seen: Observed, count: int, score: str
-) -> Tensor:
+@torch.no_grad()
+def chosen(model: nn.Module, mixture: Mixture, seen: Observed, count: int, score: str) -> Tensor:
     """The experts that stay: of each group equally many, ascending; int64, shape ``(count,)``.
 
     By ``output`` they go one by one: each time the one without which the mixture's output moves
@@ -183,9 +182,7 @@ def chosen(
     return numbers.flatten().sort().values
 
 
-def _one_by_one(
-    model: nn.Module, mixture: Mixture, seen: Observed, each: int, left: int
-) -> Tensor:
+def _one_by_one(model: nn.Module, mixture: Mixture, seen: Observed, each: int, left: int) -> Tensor:
     module = model.get_submodule(mixture.path)
 
     def outputs() -> list[Tensor]:
@@ -194,7 +191,7 @@ def _one_by_one(
     def moved(kept: Tensor) -> float:
         with Routing(model, closed_but(mixture, kept)):
             pairs = zip(whole, outputs(), strict=True)
-            return sum(float((a - b).double().square().sum()) for a, b in pairs)
+        return sum(float((a - b).double().square().sum()) for a, b in pairs)
 
     whole = outputs()
     kept = torch.arange(mixture.router.experts)
@@ -203,5 +200,3 @@ def _one_by_one(
         may_go = [number for number in kept.tolist() if sizes[number // each] > left]
         kept = kept[kept != min(may_go, key=lambda number: moved(kept[kept != number]))]
     return kept
-
-

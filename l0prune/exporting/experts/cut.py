@@ -133,7 +133,11 @@ def _active(model: nn.Module, found: Sequence[Mixture], experts: int | None) -> 
 
 
 def plan_of(model: nn.Module, mixtures: Sequence[Mixture]) -> Plan:
-    """The plan whose axes are the experts of mixtures, of kind ``expert``; no gates act."""
+    """The plan whose axes are the experts of mixtures, of kind ``expert``; no gates act.
+
+    Experts in lists have no tensor in common with others: of these the router's rows alone lie on
+    the axis.
+    """
     axes: list[Axis] = []
     tensors: dict[str, tuple[Any, ...]] = {}
     for number, mixture in enumerate(mixtures):
@@ -158,14 +162,15 @@ def _cut_model(
 ) -> tuple[nn.Module, tuple[Check, ...]]:
     """Return the model of its own class with fewer experts, and the comparisons it passed."""
     settled = copied_around(model).eval()
-    plan = plan_of(settled, found)
-    stay = torch.zeros(plan.size, dtype=torch.bool)
-    for axis, mixture in zip(plan.axes, found, strict=True):
-        stay[axis.start + kept[mixture.router.name]] = True
+    for mixture in found:
         for path in mixture.lists:
             listed: Any = settled.get_submodule(path)
             left = [listed[number] for number in kept[mixture.router.name].tolist()]
             settled.set_submodule(path, nn.ModuleList(left))
+    plan = plan_of(settled, found)
+    stay = torch.zeros(plan.size, dtype=torch.bool)
+    for axis, mixture in zip(plan.axes, found, strict=True):
+        stay[axis.start + kept[mixture.router.name]] = True
     tensors = {
         name: cut(plan, dims, stored.detach(), stay)
         for name, dims in plan.tensors.items()
@@ -173,7 +178,9 @@ def _cut_model(
     }
     sizes = sizes_of(settled)
     for name, tensor in tensors.items():
-        sizes |= {(name, dim): size for dim, size in enumerate(tensor.shape) if (name, dim) in sizes}
+        sizes |= {
+            (name, dim): size for dim, size in enumerate(tensor.shape) if (name, dim) in sizes
+        }
     before, after = found[0].router.experts, len(kept[found[0].router.name])
     put_size(settled, sizes, before, after)
     answers = _answers(model, found, kept, examples)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from l0prune.exporting.certify.certificate import Check
+from l0prune.files.atomic import PathLike, replaced_folder
+from l0prune.files.model_sources import write_model
+
+MAP = "experts.json"
 
 
 @dataclass
@@ -43,6 +49,19 @@ class FewerExperts:
     def error(self) -> float:
         """The largest difference that was found, relative to the largest output."""
         return max(check.error for check in self.checks)
+
+    def save(self, folder: PathLike) -> None:
+        """Write a folder with the model, and in ``experts.json`` the former numbers of its experts.
+
+        A model of transformers is written as it writes itself; another as ``model.pt``, pickled.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        with replaced_folder(folder, MAP, ()) as scratch:
+            write_model(self.model, scratch)
+            content = {path: numbers.tolist() for path, numbers in self.kept.items()}
+            Path(scratch, MAP).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers of the cut, as JSON data."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.configurations import class_of_transformers
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.certificate import Check
 from l0prune.files.atomic import PathLike, replaced_folder
+from l0prune.files.model_sources import write_model
 
 MAP = "vocabulary.json"
 
@@ -108,12 +108,8 @@ class SmallerVocabulary:
         Raises:
             FileError: it cannot be written.
         """
-        model: Any = self.model
         with replaced_folder(folder, MAP, ()) as scratch:
-            if class_of_transformers(type(model)):
-                model.save_pretrained(scratch)
-            else:
-                torch.save(model, scratch / "model.pt")
+            write_model(self.model, scratch)
             if hasattr(self.tokenizer, "save_pretrained"):
                 self.tokenizer.save_pretrained(scratch)
             else:

@@ -1,0 +1,81 @@
+"""``l0prune experts``: mixtures of experts with fewer of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import l0prune
+from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Json,
+    Model,
+    ModelOption,
+    Tokenizer,
+    TrustPickle,
+    Weights,
+    load_data,
+    open_model,
+    recorded_data,
+)
+from l0prune.cli.project import output_path
+
+Experts = Annotated[int, typer.Option(min=1, help="That each mixture keeps.")]
+Score = Annotated[
+    str,
+    typer.Option(help="output (how far outputs move), reap (share times output) or load (inputs)."),
+]
+Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
+Seed = Annotated[int, typer.Option(help="Of the choice of inputs.")]
+Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.experts.")]
+
+
+def experts(
+    model: Model = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
+    experts: Experts = ...,  # type: ignore[assignment]
+    score: Score = "output",
+    samples: Samples = 64,
+    batch_size: Batch = 8,
+    seed: Seed = 0,
+    out: Out = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Cut the experts of every mixture in a model to so many, by some inputs alone.
+
+    Router and experts lose the same rows; what is left is proven to compute what the model does
+    when the others are never chosen. The folder has the model and the former numbers of experts.
+
+    Examples:
+        l0prune experts transformers:DIR --data a.txt:512 --experts 6
+        l0prune experts model.pt --data file.py:data --experts 4 --score reap
+        l0prune experts model.pt --data file.py:data --experts 4 --out small
+    """
+    spec, module = open_model(model, model_option, weights, trust_pickle)
+    named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
+    source = load_data(*named, module, tokenizer, labelled=False)
+    with shown(err):
+        result = l0prune.shrink_experts(
+            module,
+            source,
+            experts,
+            score=score,
+            samples=samples,
+            batch_size=batch_size,
+            seed=seed,
+        )
+        folder = output_path(out, spec, ".experts")
+        result.save(folder)
+    emit({"folder": str(folder), **result.to_dict()}, json, str(result))
+    if not json:
+        say(f"written: {folder}")
