@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +54,19 @@ def mixtures_in(model: nn.Module, example: Inputs) -> list[Mixture]:
             "the model has no mixture of experts: nothing in it chooses the best (topk) of scores "
             "that the rows of a weight make"
         )
-    return [_mixture(model, router) for router in routers]
+    found = [mixture for router in routers if (mixture := _mixture(model, router)) is not None]
+    if not found:
+        first = routers[0]
+        raise UsageError(
+            f"no experts are found that belong to the router {first.name}: neither a tensor with a "
+            f"matrix for each of the {first.experts}, nor a list of as many modules"
+        )
+    return found
 
 
-def _mixture(model: nn.Module, router: Router) -> Mixture:
-    owner = router.name.rpartition(".")[0]
-    path = owner
+def _mixture(model: nn.Module, router: Router) -> Mixture | None:
+    """The nearest experts around a router; None where there are none."""
+    path = owner = router.name.rpartition(".")[0]
     while True:
         around = model.get_submodule(path)
         stacked = dict.fromkeys(_stacked(around, path, router))
@@ -70,10 +78,7 @@ def _mixture(model: nn.Module, router: Router) -> Mixture:
         if stacked or lists:
             break
         if not path:
-            raise UsageError(
-                f"no experts are found that belong to the router {router.name}: neither a tensor "
-                f"with a matrix for each of the {router.experts}, nor a list of as many modules"
-            )
+            return None
         path = path.rpartition(".")[0]
     rows = [
         within(owner, name)
@@ -104,10 +109,8 @@ def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
     by_router = [t for name, t in own.items() if name.rpartition(".")[0] == owner]
     router = sum(tensor[0].numel() for tensor in by_router)
     stacked = sum(tensor[0].numel() for tensor in own.values()) - router
-    listed = sum(
-        sum(parameter.numel() for parameter in model.get_submodule(path)[0].parameters())  # type: ignore[index]
-        for path in mixture.lists
-    )
+    lists: list[Any] = [model.get_submodule(path) for path in mixture.lists]
+    listed = sum(parameter.numel() for each in lists for parameter in each[0].parameters())
     return stacked + listed, router
 
 
