@@ -97,8 +97,8 @@ class Axis:
     Attributes:
         name: readable and unique in its plan, after the module that writes the axis.
         kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input``, ``branch``,
-            ``vocabulary`` or ``expert``; or ``bits``, whose slots are bits of a tensor that is quantized
-            (``plan/bits.py``).
+            ``vocabulary`` or ``expert``; or ``bits``, whose slots are bits of a tensor that is
+            quantized (``plan/bits.py``).
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
