@@ -28,6 +28,7 @@ from l0prune.exporting.slicing.tensors import cut_state
 from l0prune.files.onnx_network import OnnxNetwork, Origin
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
+from l0prune.plan.plan import BITS
 from l0prune.plan.switches import dead_parameters
 from l0prune.running.device import device_of
 
@@ -67,7 +68,7 @@ def write(
         widths={
             axis.name: (int(chosen.kept[axis.slice].sum()), axis.size)
             for axis in plan.axes
-            if axis.name in network.plan.names
+            if axis.name in network.plan.names and axis.kind != BITS
         },
         plan=plan,
         kept=chosen.kept,

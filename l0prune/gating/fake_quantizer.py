@@ -76,6 +76,11 @@ class FakeQuantizer:
         least, most = (tuple(column.tolist()) for column in self.ranges.cpu().T)
         return Ranges(self.scheme, least, most, tuple(self.counts), self.largest)
 
+    @property
+    def by_layer(self) -> dict[str, tuple[int, int]]:
+        """Bits of the weight and the input of each layer, by path; empty where none are learned."""
+        return {}
+
     def load(self, ranges: Tensor, counts: Sequence[int]) -> None:
         """Take ranges for those that are known."""
         self.ranges, self.counts = ranges.clone(), list(counts)

@@ -51,7 +51,7 @@ class Grid(NamedTuple):
 
     def nearest(self, values: Tensor) -> Tensor:
         """The number of the grid nearest to each value."""
-        return (values / self.step).round().clamp(self.least, self.most) * self.step
+        return (values / self.step).round_().clamp_(self.least, self.most).mul_(self.step)
 
     def has(self, values: Tensor) -> Tensor:
         """Return which values are inside the range; bool."""
@@ -94,7 +94,7 @@ class _Mixture(Function):
         del theta  # the grids have it
         mixed = torch.zeros_like(x)
         for share, grid in zip(shares.unbind(), grids, strict=True):
-            mixed = mixed + share * grid.nearest(x)
+            mixed.addcmul_(grid.nearest(x), share)
         ctx.grids = grids
         ctx.save_for_backward(x, mixed)
         return mixed
@@ -131,8 +131,12 @@ def mixed(x: Tensor, theta: Tensor, z: Tensor, grids: list[Grid]) -> Tensor:
         z: gates of the bits, shape ``(levels,)``.
         grids: one for each number of bits.
     """
+    return _mixed(x, theta, shares_of(z), grids)
+
+
+def _mixed(x: Tensor, theta: Tensor, shares: Tensor, grids: list[Grid]) -> Tensor:
     precise = x.to(_precise(x))
-    found: Tensor = _Mixture.apply(precise, theta.to(precise), shares_of(z.to(precise)), grids)
+    found: Tensor = _Mixture.apply(precise, theta.to(precise), shares.to(precise), grids)
     return found.to(x.dtype)
 
 
@@ -170,6 +174,15 @@ class LearnedBits(FakeQuantizer):
         return bits_left(self._bank.plan, self._bank.open().cpu(), self.menu)
 
     @property
+    def by_layer(self) -> dict[str, tuple[int, int]]:
+        """Bits of the weight and the input of each layer as the gates stand, by path."""
+        bits, points = self.bits, names_of_points(self.scheme)
+        return {
+            layer.path: (bits[name_of_weight(layer)], bits[points[layer.reads]])
+            for layer in self.scheme.layers
+        }
+
+    @property
     def found(self) -> Ranges:
         """The ranges as plain data, without what learns of them."""
         return replace(super().found, menu=self.menu)
@@ -201,11 +214,18 @@ class LearnedBits(FakeQuantizer):
     def _mixed(self, value: Tensor, number: int, where: slice | None, grids: list[Grid]) -> Tensor:
         assert self._bank.clips is not None
         theta, z = self._bank.clips[number], self._bank.current()
-        if z.requires_grad and where is not None:
-            return mixed(value, theta, z[where], grids)
-        now = [1.0] if where is None else self._numbers(z)[where]
-        level = _level(now)
-        return mixed(value, theta, z.new_ones(1), [grids[level]])
+        if where is None:
+            return _mixed(value, theta, z.new_ones(1), grids)
+        shares = shares_of(z[where])
+        if z.device.type == "cpu" or not z.requires_grad:
+            # A share of 0 has no gradient: its gates are at an end, where they have no slope.
+            there = [n for n, share in enumerate(self._shares(z, where)) if share]
+            shares, grids = shares[there], [grids[n] for n in there]
+        return _mixed(value, theta, shares, grids)
+
+    def _shares(self, z: Tensor, where: slice) -> list[float]:
+        found: list[float] = shares_of(torch.tensor(self._numbers(z)[where])).tolist()
+        return found
 
     def _numbers(self, z: Tensor) -> list[float]:
         """Return z, fetched from its device once."""

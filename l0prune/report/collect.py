@@ -33,6 +33,7 @@ from l0prune.report.content import (
     Epoch,
     Fit,
     Gain,
+    LayerBits,
     LayerChange,
     Metric,
     OwnerTime,
@@ -90,6 +91,7 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
         notes="\n".join(filter(None, (dense.note, *_notes_on_others(dense)))),
         axes=axes,
         layers=layers,
+        bits=[] if dense.ranges is None else _bits(dense.ranges.by_layer),
         repeat=repeat_facts(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
     )
 
@@ -112,8 +114,14 @@ def from_model(model: nn.Module) -> Content:
         ),
         axes=axes_before_and_after(plan, kept),
         layers=layers_before_and_after(plan, kept, weights_of(gated)),
+        bits=[] if gates.quantizer is None else _bits(gates.quantizer.by_layer),
         repeat=repeat_facts(()),
     )
+
+
+def _bits(by_layer: Mapping[str, tuple[int, int]]) -> list[LayerBits]:
+    pairs = by_layer.items()
+    return [LayerBits(name=name, weight=bits[0], input=bits[1]) for name, bits in pairs]
 
 
 def from_survey(survey: Survey) -> Content:

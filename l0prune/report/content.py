@@ -178,6 +178,14 @@ class LayerChange(Section):
     macs: Pair
 
 
+class LayerBits(Section):
+    """Bits of a layer's weight and of its input, which a training has learned."""
+
+    name: str
+    weight: int
+    input: int
+
+
 class CostState(Section):
     """Amounts of one measure: expected under the gates' noise, of an export, dense."""
 
@@ -386,6 +394,7 @@ class Content(Section):
         axes: that had gates.
         layers: in network order.
         trainings: in the order in which they were done.
+        bits: that were learned, by layer.
         time: by layer.
         fit: how widths were chosen in one shot; that of a training is with it.
         repeat: how to do it again.
@@ -406,6 +415,7 @@ class Content(Section):
     axes: list[Axis] = Field(default_factory=list)
     layers: list[LayerChange] = Field(default_factory=list)
     trainings: list[Training] = Field(default_factory=list)
+    bits: list[LayerBits] = Field(default_factory=list)
     time: TimeByLayer | None = None
     fit: Fit | None = None
     repeat: Repeat = Field(default_factory=Repeat)

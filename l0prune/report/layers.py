@@ -12,7 +12,7 @@ from l0prune.capture.weights import Weight
 from l0prune.plan.branch import is_needed
 from l0prune.plan.cost import reachable
 from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer
-from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.plan import BITS, Cost, Plan
 from l0prune.plan.switches import gone
 from l0prune.report import content
 from l0prune.report.content import Axis, Pair
@@ -215,6 +215,8 @@ def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
     """The axes that had gates; of heads, which of them stayed, by ``kept``: bool, flat."""
     found = []
     for axis in plan.axes:
+        if axis.kind == BITS:
+            continue  # they are the last ones
         left = kept[axis.slice].nonzero().flatten().tolist()
         slots = left if axis.kind == "head" else None
         found.append(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from few_bits import MENU, SCHEME, X, quantized
 
 import l0prune
 from l0prune.gating.fake_quantization import attach_quantizer
@@ -19,17 +19,6 @@ from l0prune.gating.learned_bits import (
     shares_of,
     weight_grids,
 )
-from l0prune.plan.bits import with_bits
-from l0prune.plan.int8 import QuantizedLayer, Scheme
-
-MENU = (2, 4, 8, 16)
-INFINITE = float("inf")
-SCHEME = Scheme(
-    (QuantizedLayer("0", "0.weight", 0, True, 1), QuantizedLayer("3", "3.weight", 1, False, 2)),
-    ((-INFINITE, INFINITE), (0.0, INFINITE), (-INFINITE, INFINITE)),
-    {"1": 1, "3": 2},
-)
-X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def values(least, most):
@@ -123,26 +112,6 @@ def test_shares_are_one_together():
     z = torch.tensor([1.0, 0.7, 0.2, 0.9])
     expected = [0.3, 0.7 * 0.8, 0.7 * 0.2 * 0.1, 0.7 * 0.2 * 0.9]
     assert shares_of(z).tolist() == pytest.approx(expected)
-
-
-def network():
-    torch.manual_seed(1)
-    layers = nn.Conv1d(2, 6, 1), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 3, 1)
-    return nn.Sequential(*layers).eval()
-
-
-def quantized(menu):
-    model = l0prune.gate(network(), X[:2])
-    gates = l0prune.gates(model)
-    gates.set_open("0", [0, 2, 3, 5])
-    plan = with_bits(gates.plan, SCHEME, menu)
-    more = gates.log_alpha.new_full((plan.size - gates.plan.size,), 4.0)
-    gates.change_plan(plan, torch.cat([gates.log_alpha.detach(), more]))
-    made = LearnedBits(gates, SCHEME, menu)
-    made.load(torch.tensor([[-1.5, 2.0], [0.0, 3.0], [-2.0, 2.0]]), (1, 1, 1))
-    made.is_on = True
-    attach_quantizer(model, gates, made)
-    return model, gates
 
 
 def test_eight_bits_alone_are_int8():

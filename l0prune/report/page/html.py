@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from l0prune.report.content import Content, Training
 from l0prune.report.page import elements
+from l0prune.report.page.bits import bits_by_layer
 from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.elements import breakable, element
 from l0prune.report.page.network import flattened, heads, network, sums
@@ -68,6 +69,8 @@ def _pictures(content: Content) -> dict[str, Markup]:
         found["network"] = _both(lambda width: network(layers, axes, width, is_survey=is_survey))
     if of_heads:
         found["heads"] = _both(lambda width: heads(of_heads, width))
+    if content.bits:
+        found["bits"] = _both(partial(bits_by_layer, content.bits))
     if content.time is not None and content.time.owners:
         time = content.time
         found["time"] = _both(lambda width: time_by_layer(time, width))
