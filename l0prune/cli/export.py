@@ -29,7 +29,7 @@ from l0prune.errors import FileError, UsageError
 if TYPE_CHECKING:
     from l0prune.files.onnx_network import Origin
 
-ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
+ONNX, PT2, PTE, STATE = ENDINGS = (".onnx", ".pt2", ".pte", ".state.pt")
 
 File = Annotated[
     Path | None,
@@ -39,6 +39,7 @@ File = Annotated[
 ]
 Onnx = Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")]
 Pt2 = Annotated[bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")]
+Pte = Annotated[bool, typer.Option("--pte", help="Write MODEL.pte, a program for ExecuTorch.")]
 State = Annotated[
     bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
 ]
@@ -101,6 +102,7 @@ def export(
     file: File = None,
     onnx: Onnx = False,
     pt2: Pt2 = False,
+    pte: Pte = False,
     state: State = False,
     pretrained: Pretrained = None,
     code: Code = False,
@@ -140,7 +142,7 @@ def export(
     path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    onnx = onnx or int8 or dtype is not None or not (pt2 or state or pretrained or vllm)
+    onnx = onnx or int8 or dtype is not None or not (pt2 or pte or state or pretrained or vllm)
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -163,8 +165,8 @@ def export(
                 dtype=dtype,
                 half_io=half_io,
             )
-        if pt2:
-            files += dense.save(f"{stem}{PT2}", model=built_by)
+        for ending in [PT2] * pt2 + [PTE] * pte:
+            files += dense.save(f"{stem}{ending}", model=built_by)
         if state or dense.in_parts:  # ONNX files of parts leave out the code between them
             files += dense.save(f"{stem}{STATE}", model=built_by)
         loads = folders(dense, pretrained, vllm, built_by, code=code)

@@ -27,8 +27,9 @@ from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, UsageError, warn
-from l0prune.exporting.certify.certificate import Certificate, Compared, compare_onnx
+from l0prune.exporting.certify.certificate import Certificate, Check, Compared, compare_file
 from l0prune.exporting.certify.dtypes import CPU, placed
+from l0prune.exporting.executorch import write_program
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.older import check_opset, data_beside
@@ -249,7 +250,7 @@ class Export:
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
         self.int8 = self.half = self.ranges = None
-        self.certificate = self.certificate.without("program", "onnx")
+        self.certificate = self.certificate.without("program", "onnx", "executorch")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
     @property
@@ -364,7 +365,7 @@ class Export:
                 data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing the ONNX file with the gated model"):
-                    checks += compare_onnx(piece.answers, session, piece.path, piece.read)
+                    checks += compare_file("onnx", piece.answers, session, piece.path, piece.read)
             certificate = self.certificate.without("onnx").with_checks(checks)
             facts = self._metadata(certificate)
             if beside is not None and len(written) == 1:
@@ -414,10 +415,12 @@ class Export:
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
-        The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
-        tensor, attributes of each module that have changed, what builds its class, and under
-        ``rebuild`` whether that, resized, was found to compute the same, or why not; and why
-        it fails in ``training`` mode, where it does. ``.safetensors`` holds the same without a
+        ``.pte`` is a program for ExecuTorch, for one example where the batch is free; its runtime
+        runs it first, and the certificate gains the comparison. The state_dict's file is a dict of
+        ``state_dict``, and ``manifest`` as JSON text: shapes of each tensor, attributes of each
+        module that have changed, what builds its class, and under ``rebuild`` whether that,
+        resized, was found to compute the same, or why not; and why it fails in ``training`` mode,
+        where it does. ``.safetensors`` holds the same without a
         pickle, the manifest among its metadata: each tensor once, and under ``tied`` of the
         manifest the further names of tied ones. ``l0prune.load`` reads both.
 
@@ -430,8 +433,13 @@ class Export:
             The files written; more than one program where the model was captured in parts.
 
         Raises:
+            CertificateError: ExecuTorch's program computes something else; nothing is written.
             FileError: a file cannot be written.
+            L0pruneError: ExecuTorch cannot translate the model, or run what came of it.
+            UsageError: ExecuTorch is asked for and not installed.
         """
+        if Path(path).suffix == ".pte":
+            return self._save_executorch(path)
         if Path(path).suffix == ".pt2":
             for piece in self.pieces:
                 save = partial(torch.export.save, piece.program)
@@ -448,6 +456,16 @@ class Export:
         content = {MANIFEST: as_text(known), "state_dict": state, "constants": apart}
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
+
+    def _save_executorch(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        self._look()
+        checks: list[Check] = []
+        with ExitStack() as stack:
+            files = [self._file_of(piece, path) for piece in self._made.pieces]
+            for piece, file in zip(self._made.pieces, files, strict=True):
+                checks += write_program(piece, stack.enter_context(replacement(file)))
+            self.certificate = self.certificate.without("executorch").with_checks(checks)
+        return tuple(files)
 
     @one_at_a_time()
     def save_pretrained(

@@ -18,6 +18,7 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError, first_line
+from l0prune.exporting import executorch
 from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import copies_of, run
@@ -328,3 +329,33 @@ class CudaGraph(Eager):
         with torch.cuda.graph(graph):
             run()
         return graph
+
+
+class ExecuTorch(Eager):
+    """ExecuTorch with XNNPACK, on the processor. Operators are timed in PyTorch: it fuses them."""
+
+    name = "executorch"
+
+    def __init__(self, device: str, threads: int) -> None:
+        super().__init__(device, threads)
+        self._version = executorch.version()
+        if self.device.type != "cpu":
+            raise UsageError(f"executorch is timed on the processor (cpu), not on {device!r}")
+
+    @property
+    def version(self) -> str:
+        """ExecuTorch's version, and PyTorch's, which makes its programs."""
+        return f"{self._version}, torch {torch.__version__}"
+
+    def prepared(self, network: nn.Module) -> Callable[..., Any]:
+        """Return the runs of the program that is made of a network for its first call's sizes."""
+        made: list[Callable[[Sequence[Tensor]], list[Any]]] = []
+
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            if not made:
+                content = executorch.program_of(executorch.fixed(network, args, kwargs))
+                made.append(executorch.loaded(content, self.threads))
+            leaves = pytree.tree_leaves((args, kwargs))
+            return made[0]([each for each in leaves if isinstance(each, Tensor)])
+
+        return call

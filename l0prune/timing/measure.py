@@ -164,10 +164,10 @@ def measure(
         threads: that one call may use.
         batch: examples in a call.
         runtime: ``"onnxruntime"``; ``"onnxruntime-int8"`` for the files of
-            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"openvino"`` and
-            ``"openvino-int8"``; ``"eager"``, ``"compile"`` or ``"cuda-graph"`` (on a GPU, the
-            host's time left out), which are PyTorch's. These compute in half precision if all
-            of the model's weights are in it.
+            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"openvino"``,
+            ``"openvino-int8"`` and ``"executorch"``; ``"eager"``, ``"compile"`` or
+            ``"cuda-graph"`` (on a GPU, the host's time left out), which are PyTorch's. These
+            compute in half precision if all of the model's weights are in it.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed.

@@ -16,7 +16,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, Inputs, facts_of
+from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, ExecuTorch, Inputs, facts_of
 from l0prune.timing.facts import FACTS, number_of, plan_id
 from l0prune.timing.latency import Observe
 from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
@@ -169,6 +169,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
+    "executorch": lambda providers: Torch(ExecuTorch, providers),
     "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
 }
 

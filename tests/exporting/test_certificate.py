@@ -7,8 +7,8 @@ from l0prune.exporting.certify.answers import answers_of
 from l0prune.exporting.certify.certificate import (
     Certificate,
     compare,
+    compare_file,
     compare_in_parts,
-    compare_onnx,
 )
 from l0prune.exporting.certify.difference import common_scales, difference
 
@@ -50,7 +50,7 @@ def test_a_model_that_rounds_is_allowed_its_rounding_and_the_others():
     check = float32(certified(rounding, Plus(0.0)))
     assert check.error == pytest.approx(own, rel=1e-2)
     assert check.tolerance == pytest.approx(2 * own, rel=1e-2)
-    (again,) = compare_onnx(answers_of(rounding, INPUTS), lambda leaves: leaves)
+    (again,) = compare_file("onnx", answers_of(rounding, INPUTS), lambda leaves: leaves)
     assert (again.error, again.tolerance) == (check.error, check.tolerance)
 
 
@@ -121,8 +121,8 @@ def test_of_several_outputs_each_has_its_error():
     assert dict(exact.outputs) == pytest.approx({"sum": 0, "boxes_0": 1e-7, "boxes_1": 0})
     assert exact.error == max(dict(exact.outputs).values())
     assert single.error == max(dict(single.outputs).values())
-    found = compare_onnx(
-        answers_of(Heads(), INPUTS), lambda given: [given[0].sum(1), given[0], 2 * given[0]]
+    found = compare_file(
+        "onnx", answers_of(Heads(), INPUTS), lambda given: [given[0].sum(1), given[0], 2 * given[0]]
     )
     assert [name for name, _ in found[0].outputs] == ["sum", "boxes_0", "boxes_1"]
 

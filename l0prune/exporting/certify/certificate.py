@@ -39,7 +39,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["graph", "class", "program", "onnx", "source"]
+Compared = Literal["graph", "class", "program", "onnx", "executorch", "source"]
 MODEL: tuple[Compared, ...] = ("graph", "class")  # what the module is that is handed out
 
 
@@ -50,7 +50,8 @@ class Check:
     Attributes:
         what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
             ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
-            Runtime), ``source`` (the ONNX file that the model was made from, before any cut).
+            Runtime), ``executorch`` (the file, run by ExecuTorch), ``source`` (the ONNX file that
+            the model was made from, before any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that
@@ -261,20 +262,21 @@ def _shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
-def compare_onnx(
+def compare_file(
+    what: Compared,
     answers: Sequence[Answer],
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
     read: Callable[[Inputs], list[Any]] = tensors_in,
 ) -> list[Check]:
-    """Compare an ONNX session with the gated model, or a part of it, in float32.
+    """Compare a file in its runtime with the gated model, or a part of it, in float32.
 
-    ``read`` picks what the session reads of the inputs.
+    ``read`` picks what the file reads of the inputs.
     """
     checks = []
     for answer in answers:
         found = run([torch.as_tensor(leaf) for leaf in read(cast(answer.inputs, torch.float32))])
-        checks.append(_check("onnx", answer.of_tensors(), found, torch.float32, part))
+        checks.append(_check(what, answer.of_tensors(), found, torch.float32, part))
     return checks
 
 

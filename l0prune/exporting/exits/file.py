@@ -17,7 +17,7 @@ from l0prune.capture.example_inputs import first_rows
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
-from l0prune.exporting.certify.certificate import Check, compare_onnx
+from l0prune.exporting.certify.certificate import Check, compare_file
 from l0prune.exporting.exits.deciding import EarlyExit, answers_of
 from l0prune.exporting.exits.nested import OUTPUTS, THRESHOLDS, Level, nested
 from l0prune.exporting.exits.thresholds import Array
@@ -143,7 +143,7 @@ class ExitFile:
             name = f"exit {number}" if number < self._exits else "the last exit"
             session = Session(forced_to(self._path, self._exits, number))
             run = partial(_one_by_one, session, number)
-            found += compare_onnx(answers, run, name, self._piece.read)
+            found += compare_file("onnx", answers, run, name, self._piece.read)
         return found
 
 

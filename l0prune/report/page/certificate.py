@@ -25,6 +25,7 @@ WHAT = {
     "class": "own class",
     "program": "exported program",
     "onnx": "ONNX file",
+    "executorch": "ExecuTorch program",
     "source": "ONNX file that came in",
 }
 
