@@ -157,7 +157,8 @@ def along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
         values = values.unsqueeze(0)
     for _ in after:
         values = values.unsqueeze(-1)
-    if dim == 0 or prod(after) == 1 or not tensor.is_contiguous():
+    is_on_cpu = tensor.device.type == "cpu"
+    if dim == 0 or prod(after) == 1 or not (is_on_cpu and tensor.is_contiguous()):
         return values
     one = tensor.detach()
     for before in range(dim):
