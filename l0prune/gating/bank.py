@@ -168,7 +168,6 @@ class Gates(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._parameters.setdefault("clips", None)  # of an older version
         _alive.add(self)
 
     def __prepare_scriptable__(self) -> None:
@@ -212,7 +211,7 @@ class Gates(nn.Module):
         """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
         with nullcontext() if log_alpha.requires_grad else torch.no_grad():
             z = self.gate_now.estimate(log_alpha)
-            if (first := self.plan.slots) < self.plan.size:
+            if (first := self._slots) < len(z):
                 chances = self.gate_now.open_probability(log_alpha.detach())[first:]
                 z = torch.cat([z[:first], (chances > 1 - _THRESHOLD).to(z)])
         return self._with_one(z, log_alpha)
@@ -399,6 +398,7 @@ class Gates(nn.Module):
 
     def _spread_over(self, kept: Tensor | None) -> None:
         """Compute multipliers from here on for the positions that these slots leave."""
+        self._slots = self.plan.slots  # known here, since compilers cannot follow a search
         shared: dict[tuple[Layout, bytes], tuple[Tensor | None, list[GateValues]]] = {}
         for (layout, dim), values in self._values.items():
             mask = None if kept is None else self.plan.mask(layout if dim is None else dim, kept)
