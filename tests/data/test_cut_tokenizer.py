@@ -5,6 +5,7 @@ import random
 from itertools import pairwise
 
 import pytest
+import transformers
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -13,7 +14,6 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
 
 from l0prune.data.cut_tokenizer import CutTokenizer, renewed
 from l0prune.errors import UsageError
@@ -156,7 +156,7 @@ def test_what_is_put_around_a_text_has_the_new_ids(around):
 
 def test_a_tokenizer_of_transformers_keeps_its_class_and_its_settings():
     names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
-    whole = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **names)
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), **names)
     whole.chat_template = "{{ messages }}"
     cutter = CutTokenizer(whole)
     kept = cutter.chosen([], 300)
@@ -165,6 +165,55 @@ def test_a_tokenizer_of_transformers_keeps_its_class_and_its_settings():
     assert (len(small), small.eos_token, small.chat_template) == (300, "</s>", whole.chat_template)
     assert small.eos_token_id == kept.index(whole.eos_token_id)
     assert len(whole) == len(cutter.tokens)
+
+
+def merged(kind):
+    """The tokens and merges of a tokenizer of this file."""
+    model = json.loads(KINDS[kind]().to_str())["model"]
+    return {"vocab": model["vocab"], "merges": [tuple(pair) for pair in model["merges"]]}
+
+
+def pieces(*first):
+    """The pieces of the Unigram tokenizer of this file, with their scores, after other ones."""
+    found = json.loads(KINDS["unigram"]().to_str())["model"]["vocab"]
+    return [*((name, 0.0) for name in first), *(tuple(p) for p in found if p[0] not in SPECIAL)]
+
+
+def _with_ends(made):
+    """What a tokenizer is made of, with the tokens that CLIP puts around a text."""
+    ends = ("<|startoftext|>", "<|endoftext|>")
+    known = {**made["vocab"], **{end: len(made["vocab"]) + n for n, end in enumerate(ends)}}
+    return {**made, "vocab": known}
+
+
+CLASSES = {
+    "GPT2Tokenizer": lambda: {**merged("bpe"), "unk_token": "<s>", "pad_token": "<pad>"},
+    "RobertaTokenizer": lambda: merged("bpe"),
+    "CLIPTokenizer": lambda: _with_ends(merged("bpe-suffix")),
+    "BertTokenizer": lambda: {
+        "vocab": {w: n for n, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "undo", "##ing"])}
+    },
+    "T5Tokenizer": lambda: {"vocab": pieces("<pad>", "</s>", "<unk>"), "extra_ids": 5},
+    "XLMRobertaTokenizer": lambda: {"vocab": pieces("<s>", "<pad>", "</s>", "<unk>")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_transformers_come_back_from_a_folder(name, tmp_path):
+    whole = getattr(transformers, name)(**CLASSES[name]())
+    cutter = CutTokenizer(whole)
+    counts = cutter.count(["undoing reaba undo"])
+    kept = cutter.chosen(counts)
+    small = renewed(whole, cutter.cut(kept))
+    small.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert type(again) is type(small) is type(whole)
+    assert len(small) == len(kept)
+    for each in (small, again):
+        found = each("undoing undo")["input_ids"]
+        assert [kept[number] for number in found] == whole("undoing undo")["input_ids"]
+        assert each.all_special_tokens == whole.all_special_tokens
 
 
 def test_other_tokenizers_are_refused():

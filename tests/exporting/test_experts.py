@@ -207,6 +207,19 @@ def test_a_folder_is_what_transformers_loads(tmp_path):
     assert all("attn" in name for name in l0prune.gates(gated).plan.names)
 
 
+@pytest.mark.slow
+def test_a_file_of_fewer_experts_with_fewer_slots_beside(tmp_path):
+    small = l0prune.shrink_experts(built("Mixtral"), ids(), 4, score="load").model
+    small.set_experts_implementation("batched_mm")  # of operators that a file can have
+    gated = l0prune.gate(small, (ids(2),), branches=False)
+    gates = l0prune.gates(gated)
+    gates.set_open(torch.arange(gates.plan.size) % 3 != 0)
+    dense = l0prune.export(gated)
+    dense.save_onnx(tmp_path / "small.onnx")
+    assert dense.rebuilt
+    assert dense.certificate.worst(("onnx",), "float32") < 1e-5
+
+
 class Counted(Mixture):
     """Its code has the number of experts written into it."""
 
