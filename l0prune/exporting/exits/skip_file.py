@@ -20,7 +20,7 @@ from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import answers_of
-from l0prune.exporting.certify.certificate import Check, compare_onnx
+from l0prune.exporting.certify.certificate import Check, compare_file
 from l0prune.exporting.certify.dtypes import CPU, cast, converted, placed
 from l0prune.exporting.exits.file import input_names, one_by_one
 from l0prune.exporting.exits.put_aside import Branch, forced_to, put_aside
@@ -120,11 +120,11 @@ def _checks(
 ) -> Iterator[Check]:
     """Yield comparisons with the gated model, and with the module where factors are 0 and 1."""
     run = partial(one_by_one, Session(str(path)))
-    yield from compare_onnx(piece.answers, run, "", piece.read)
+    yield from compare_file("onnx", piece.answers, run, "", piece.read)
     alone = [first_rows(cast(answer.inputs, torch.float32)) for answer in piece.answers]
     found, branches = zip(*written, strict=True)
     for number, name in ((0.0, "all left out"), (1.0, "none left out")):
         forced = Forced(network, found, number)
         answers = answers_of(forced, alone, "", (torch.float32,), "module")
         session = Session(forced_to(path, branches, number))
-        yield from compare_onnx(answers, session, name, piece.read)
+        yield from compare_file("onnx", answers, session, name, piece.read)
