@@ -13,17 +13,20 @@ reads; in floating point 32 each.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 from torch import Tensor
 
 from l0prune.errors import UsageError
+from l0prune.plan.cost import CostModel
 from l0prune.plan.int8 import QuantizedLayer, Scheme
 from l0prune.plan.layout import Layouts, Slots
 from l0prune.plan.numbers import is_count
-from l0prune.plan.plan import BITS, Axis, Plan
+from l0prune.plan.plan import BITS, Axis, Cost, Plan
 
 FLOAT = 32  # bits of what is not quantized
 MOST = 16  # a menu ends there: float32 holds no grid that is much finer
@@ -108,6 +111,32 @@ def _terms(number: int, menu: Sequence[int]) -> Iterator[tuple[int, Layouts]]:
     """Yield the bits of an axis as a sum: of each term its factor, and the slots that it needs."""
     for level, (low, high) in enumerate(pairwise((0, *menu))):
         yield high - low, tuple(Slots(number, slot, slot + 1) for slot in range(1, level + 1))
+
+
+def bit_price(plan: Plan, menu: Sequence[int]) -> CostModel:
+    """Return the price of bits, in the unit ``bits``, by which they are learned without a budget.
+
+    It is the regulariser of the paper (eq. 19 and section 4): Σ b·m/M·q₂ ⋯ q_b over all tensors and
+    all bits b but the first, where q are P(z ≠ 0) of their gates, m the multiply-accumulates of the
+    layers that a tensor is multiplied in, and M those of the layer that has most.
+    """
+    macs: dict[str, float] = defaultdict(float)
+    owners: dict[int, set[str]] = defaultdict(set)
+    for cost in plan.costs:
+        if cost.unit == "macs":
+            macs[cost.owner] += cost.scale * prod(dim.size for dim in cost.dims)
+        elif cost.unit == UNIT:
+            met = (dim.axis for dim in cost.dims if isinstance(dim, Slots))
+            for number in met:
+                if plan.axes[number].kind == BITS:
+                    owners[number].add(cost.owner)
+    most, costs = max(macs.values(), default=1.0), []
+    for number, of in owners.items():
+        share = sum(macs[owner] for owner in of) / most
+        for level in range(1, len(menu)):
+            slots = tuple(Slots(number, slot, slot + 1) for slot in range(1, level + 1))
+            costs.append(Cost(plan.axes[number].name, "bits", menu[level] * share, slots))
+    return CostModel(plan, costs)
 
 
 def bits_left(plan: Plan, open_: Tensor, menu: Sequence[int]) -> dict[str, int]:

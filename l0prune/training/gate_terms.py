@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
+from l0prune.plan.bits import bit_price
+from l0prune.plan.cost import CostModel
 from l0prune.plan.measures import Macs, Measure, Params
 from l0prune.plan.switches import idle, switches_of
 from l0prune.running.processes import redistribute_like
@@ -62,6 +64,7 @@ class GateTerms:
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
+        self._bit_price = self._price_of_bits()
         self.budget = self._budget()
         if self.budget is None:
             blocks_for(gates.plan, (), settings.round_to, settings.latency)
@@ -81,6 +84,12 @@ class GateTerms:
             round_to=settings.round_to,
             latency=settings.latency,
         )
+
+    def _price_of_bits(self) -> CostModel | None:
+        quantizer = self.gates.quantizer
+        if not self._settings.bits_lam or quantizer is None or not quantizer.found.menu:
+            return None
+        return bit_price(self.gates.plan, quantizer.found.menu)
 
     def _recorded(self) -> dict[str, Measure]:
         """Return the measures that are recorded, by name: params, MACs and those of the budget."""
@@ -115,8 +124,8 @@ class GateTerms:
     def penalty(self, step: int) -> Tensor | None:
         """Return the gates' addition to the loss of a step; None where there is none.
 
-        λ·E‖θ‖₀ and what the gates say beyond their prior, as far as λ is warmed up; the budgets'
-        part unless the gates stand; and the L2 term in full.
+        λ·E‖θ‖₀, the price of bits and what the gates say beyond their prior, as far as λ is warmed
+        up; the budgets' part unless the gates stand; and the L2 term in full.
         """
         factor = self._phases.factor(step)
         parts: list[Tensor] = []
@@ -127,6 +136,10 @@ class GateTerms:
                 parts.append(factor * self._penalty(self.lam, **self._prior))
             if self.decays:
                 parts.append(self._penalty(0.0, **self._decay))
+        if self._bit_price is not None and factor:
+            p = self.gates.open_probability()
+            price = self._bit_price.expected(p, "bits", dtype=p.dtype)
+            parts.append(factor * self._settings.bits_lam * price)
         if self.budget is not None and self._phases.at(step) != "settle":
             parts.append(self._penalty(self.budget))
         return sum(parts[1:], parts[0]) if parts else None

@@ -42,6 +42,7 @@ class GateKeywords(TypedDict, total=False):
     penalty: str | None
     quantize: Literal["int8", "bits"] | None
     bits: Sequence[int]
+    bits_lam: float
     compact: Compact
 
 

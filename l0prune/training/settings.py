@@ -183,17 +183,26 @@ class GateSettings(_Declared):
     )
     quantize: Literal["int8", "bits"] | None = Field(
         None,
-        description="int8: let the network know that it will be in eight bits. Weights and what "
-        "layers read are fake-quantized from the middle of the run on, and always while settling; "
-        "save_onnx(int8=…) writes an int8 file with these ranges. bits: learn how many bits each "
-        "weight and each input of a layer has (Bayesian Bits), under a budget such as bops=0.01. "
-        "None for floating point.",
+        description="int8 lets the network know that it will be in eight bits, bits learns how "
+        "many. With int8, weights and what layers read are fake-quantized from the middle of the "
+        "run on, and always while settling; save_onnx(int8=…) writes an int8 file with these "
+        "ranges. With bits, each weight and each input of a layer learns its own number of them "
+        "(Bayesian Bits), under a budget such as bops=0.01, or a price (bits_lam). None for "
+        "floating point.",
     )
     bits: Sequence[int] = Field(
         (0, 2, 4, 8, 16),
         description="Menu of bits for quantize=bits: 0 for slots that are pruned, then those of "
         "what stays, of which each divides the next: (0, 8) or (0, 4, 8) for runtimes that have "
         "no others.",
+    )
+    bits_lam: float = Field(
+        0.0,
+        ge=0,
+        le=LARGEST,
+        description="Price of a bit, in units of the loss, for quantize=bits: times the MACs of "
+        "its layer over those of the largest one (the regulariser of Bayesian Bits). 0 where a "
+        "budget in bops says how many there may be.",
     )
     compact: Compact = Field(
         "auto",

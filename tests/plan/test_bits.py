@@ -8,7 +8,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.plan.bits import bits_left, check_menu, with_bits, without_bits
+from l0prune.plan.bits import bit_price, bits_left, check_menu, with_bits, without_bits
 from l0prune.plan.int8 import QuantizedLayer, Scheme
 from l0prune.plan.limits import bounds, limits
 from l0prune.plan.measures import measure_of
@@ -103,6 +103,16 @@ def test_a_budget_is_a_share_of_the_dense_network_in_float32(plan):
     in_eight = (12 * 64 + 12 * 1024) / (24 * 1024)
     assert bound.actual_share(everything) == pytest.approx(in_eight)
     assert float(bound.expected_share(everything.double())) == pytest.approx(in_eight)
+
+
+def test_the_price_of_bits_is_the_regulariser_of_the_paper(plan):
+    """Both quantized layers have 6 MACs, and the largest one, in floating point, has 12."""
+    p = torch.rand(plan.size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected = 0.0
+    for axis in plan.axes[2:]:
+        four, eight = p[axis.slice][1:].tolist()
+        expected += 6 / 12 * (4 * four + 8 * four * eight)
+    assert float(bit_price(plan, MENU).expected(p, "bits")) == pytest.approx(expected, rel=1e-12)
 
 
 def test_bits_end_at_the_first_gate_that_is_closed(plan):

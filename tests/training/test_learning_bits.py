@@ -6,6 +6,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from cut_networks import IMAGES, OPTIMIZERS, Residual, compare, gated
 from resumed_run import SETTINGS, STEPS
 from small_task import FEATURES, clouds, data, differing, tensors
 from small_task import gated as small
@@ -54,6 +55,15 @@ def test_a_budget_in_bops_is_met_beside_another(whole):
     assert history.last["bops"] / history.last["dense_bops"] == pytest.approx(share(model))
     assert history.last["error"] < 0.2
     assert bool(l0prune.gates(model).clips.ne(0).all())
+
+
+@pytest.mark.slow
+def test_a_price_of_bits_closes_them():
+    given = {"lam": 0.0, "budget": None, "epochs": 2, "settle": 0.5, "gate_lr": 1.0}
+    model, *_ = run(**{**BITS, **given, "bits_lam": 1.0})
+    assert set(l0prune.gates(model).quantizer.bits.values()) == {2}
+    free, *_ = run(**{**BITS, **given})
+    assert sum(l0prune.gates(free).quantizer.bits.values()) > 4 * 2
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +121,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(whole, tmp_path, stop):
         run(stop, out=tmp_path, **BITS)
     model, *_ = run(out=tmp_path, resume=True, **BITS)
     assert differing(tensors(expected), tensors(model)) == []
+
+
+def test_a_cut_network_learns_what_the_masked_one_does():
+    """Slots leave, and the bits of what stays are the same."""
+    model = gated(Residual(), (IMAGES,))
+    l0prune.Pruner(model, steps=10, n=240, quantize="bits", budget="bops=0.1")
+    gates = l0prune.gates(model)
+    quantizer = gates.quantizer
+    for name in ("stem.weight.bits", "head.1.input.bits"):
+        gates.set_open(name, [0, 1])
+    quantizer.is_on, quantizer.is_observing = False, True
+    model.train()(IMAGES)
+    quantizer.advance(quantizer.seen, quantizer.computed)
+    quantizer.is_on, quantizer.is_observing = True, False
+    gates.fixed = True
+    assert quantizer.by_layer["stem"] == (4, 16)
+    assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
 
 
 def test_a_later_run_begins_with_the_bits_of_the_last_one(whole, tmp_path):
