@@ -29,7 +29,7 @@ from l0prune.errors import FileError, UsageError
 if TYPE_CHECKING:
     from l0prune.files.onnx_network import Origin
 
-ONNX, PT2, PTE, STATE = ENDINGS = (".onnx", ".pt2", ".pte", ".state.pt")
+ONNX, PT2, PTE, TFLITE, STATE = ENDINGS = (".onnx", ".pt2", ".pte", ".tflite", ".state.pt")
 
 File = Annotated[
     Path | None,
@@ -40,6 +40,7 @@ File = Annotated[
 Onnx = Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")]
 Pt2 = Annotated[bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")]
 Pte = Annotated[bool, typer.Option("--pte", help="Write MODEL.pte, a program for ExecuTorch.")]
+Tflite = Annotated[bool, typer.Option("--tflite", help="Write MODEL.tflite, a program for LiteRT.")]
 State = Annotated[
     bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
 ]
@@ -103,6 +104,7 @@ def export(
     onnx: Onnx = False,
     pt2: Pt2 = False,
     pte: Pte = False,
+    tflite: Tflite = False,
     state: State = False,
     pretrained: Pretrained = None,
     code: Code = False,
@@ -142,7 +144,8 @@ def export(
     path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    onnx = onnx or int8 or dtype is not None or not (pt2 or pte or state or pretrained or vllm)
+    others = (pt2, pte, tflite, state, pretrained, vllm)
+    onnx = onnx or int8 or dtype is not None or not any(others)
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -165,7 +168,7 @@ def export(
                 dtype=dtype,
                 half_io=half_io,
             )
-        for ending in [PT2] * pt2 + [PTE] * pte:
+        for ending in [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite:
             files += dense.save(f"{stem}{ending}", model=built_by)
         if state or dense.in_parts:  # ONNX files of parts leave out the code between them
             files += dense.save(f"{stem}{STATE}", model=built_by)

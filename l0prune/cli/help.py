@@ -26,9 +26,9 @@ _GROUPS = {
         "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
     ),
     "Output": (
-        "onnx", "pt2", "pte", "state", "pretrained", "code", "vllm", "opset", "external_data",
-        "int8", "dtype", "half_io", "exits", "timed", "bundle", "html", "run", "folder", "out",
-        "report", "json",
+        "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",
+        "external_data", "int8", "dtype", "half_io", "exits", "timed", "bundle", "html", "run",
+        "folder", "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip

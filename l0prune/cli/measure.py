@@ -25,7 +25,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         help="What runs the network: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
-        "executorch, eager, compile or cuda-graph (PyTorch)."
+        "executorch, litert, eager, compile or cuda-graph (PyTorch)."
     ),
 ]
 Provider = Annotated[

@@ -29,7 +29,6 @@ from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, UsageError, warn
 from l0prune.exporting.certify.certificate import Certificate, Check, Compared, compare_file
 from l0prune.exporting.certify.dtypes import CPU, placed
-from l0prune.exporting.executorch import write_program
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.older import check_opset, data_beside
@@ -37,6 +36,7 @@ from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
 from l0prune.exporting.pieces import ExportedPart, InParts, Whole
+from l0prune.exporting.programs import FORMATS, Format, write_program
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.cut_layers import LAYERS
@@ -250,7 +250,7 @@ class Export:
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
         self.int8 = self.half = self.ranges = None
-        self.certificate = self.certificate.without("program", "onnx", "executorch")
+        self.certificate = self.certificate.without("program", "onnx", "executorch", "litert")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
     @property
@@ -415,12 +415,13 @@ class Export:
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
-        ``.pte`` is a program for ExecuTorch, for one example where the batch is free; its runtime
-        runs it first, and the certificate gains the comparison. The state_dict's file is a dict of
-        ``state_dict``, and ``manifest`` as JSON text: shapes of each tensor, attributes of each
-        module that have changed, what builds its class, and under ``rebuild`` whether that,
-        resized, was found to compute the same, or why not; and why it fails in ``training`` mode,
-        where it does. ``.safetensors`` holds the same without a
+        ``.pte`` is a program for ExecuTorch and ``.tflite`` one for LiteRT, for one example where
+        the batch is free; its runtime runs it first, and the certificate gains the comparison.
+
+        The state_dict's file is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of
+        each tensor, attributes of each module that have changed, what builds its class, and under
+        ``rebuild`` whether that, resized, was found to compute the same, or why not; and why it
+        fails in ``training`` mode, where it does. ``.safetensors`` holds the same without a
         pickle, the manifest among its metadata: each tensor once, and under ``tied`` of the
         manifest the further names of tied ones. ``l0prune.load`` reads both.
 
@@ -433,13 +434,13 @@ class Export:
             The files written; more than one program where the model was captured in parts.
 
         Raises:
-            CertificateError: ExecuTorch's program computes something else; nothing is written.
+            CertificateError: such a program computes something else; nothing is written.
             FileError: a file cannot be written.
-            L0pruneError: ExecuTorch cannot translate the model, or run what came of it.
-            UsageError: ExecuTorch is asked for and not installed.
+            L0pruneError: ExecuTorch or LiteRT cannot translate the model, or run what came of it.
+            UsageError: one of these is asked for and not installed.
         """
-        if Path(path).suffix == ".pte":
-            return self._save_executorch(path)
+        if (kind := FORMATS.get(Path(path).suffix)) is not None:
+            return self._save_program(kind, path)
         if Path(path).suffix == ".pt2":
             for piece in self.pieces:
                 save = partial(torch.export.save, piece.program)
@@ -457,14 +458,14 @@ class Export:
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 
-    def _save_executorch(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    def _save_program(self, kind: Format, path: str | os.PathLike[str]) -> tuple[Path, ...]:
         self._look()
         checks: list[Check] = []
         with ExitStack() as stack:
             files = [self._file_of(piece, path) for piece in self._made.pieces]
             for piece, file in zip(self._made.pieces, files, strict=True):
-                checks += write_program(piece, stack.enter_context(replacement(file)))
-            self.certificate = self.certificate.without("executorch").with_checks(checks)
+                checks += write_program(kind, piece, stack.enter_context(replacement(file)))
+            self.certificate = self.certificate.without(kind.name).with_checks(checks)
         return tuple(files)
 
     @one_at_a_time()

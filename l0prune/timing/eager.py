@@ -18,11 +18,11 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError, first_line
-from l0prune.exporting import executorch
 from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import copies_of, run
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.plan.layout import Layout
@@ -331,31 +331,29 @@ class CudaGraph(Eager):
         return graph
 
 
-class ExecuTorch(Eager):
-    """ExecuTorch with XNNPACK, on the processor. Operators are timed in PyTorch: it fuses them."""
+class Program(Eager):
+    """A runtime of programs for phones, on the processor. Operators are timed in PyTorch."""
 
-    name = "executorch"
-
-    def __init__(self, device: str, threads: int) -> None:
+    def __init__(self, kind: Format, device: str, threads: int) -> None:
         super().__init__(device, threads)
-        self._version = executorch.version()
+        check_installed(kind)
+        self._kind, self.name = kind, kind.name
         if self.device.type != "cpu":
-            raise UsageError(f"executorch is timed on the processor (cpu), not on {device!r}")
+            raise UsageError(f"{kind.name} is timed on the processor (cpu), not on {device!r}")
 
     @property
     def version(self) -> str:
-        """ExecuTorch's version, and PyTorch's, which makes its programs."""
-        return f"{self._version}, torch {torch.__version__}"
+        """Its version, and PyTorch's, whose networks are translated."""
+        return f"{self._kind.version()}, torch {torch.__version__}"
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
         """Return the runs of the program that is made of a network for its first call's sizes."""
-        made: list[Callable[[Sequence[Tensor]], list[Any]]] = []
+        loaded: list[Run] = []
 
-        def call(*args: Any, **kwargs: Any) -> list[Any]:
-            if not made:
-                content = executorch.program_of(executorch.fixed(network, args, kwargs))
-                made.append(executorch.loaded(content, self.threads))
-            leaves = pytree.tree_leaves((args, kwargs))
-            return made[0]([each for each in leaves if isinstance(each, Tensor)])
+        def call(*args: Any, **kwargs: Any) -> list[Tensor]:
+            if not loaded:
+                content = made(self._kind, network, args, kwargs)
+                loaded.append(self._kind.loaded(content, self.threads))
+            return loaded[0]((args, kwargs))
 
         return call

@@ -165,7 +165,7 @@ def measure(
         batch: examples in a call.
         runtime: ``"onnxruntime"``; ``"onnxruntime-int8"`` for the files of
             ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"openvino"``,
-            ``"openvino-int8"`` and ``"executorch"``; ``"eager"``, ``"compile"`` or
+            ``"openvino-int8"``, ``"executorch"`` and ``"litert"``; ``"eager"``, ``"compile"`` or
             ``"cuda-graph"`` (on a GPU, the host's time left out), which are PyTorch's. These
             compute in half precision if all of the model's weights are in it.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,

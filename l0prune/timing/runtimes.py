@@ -14,9 +14,10 @@ from torch.fx import GraphModule
 from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, ExecuTorch, Inputs, facts_of
+from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, Inputs, Program, facts_of
 from l0prune.timing.facts import FACTS, number_of, plan_id
 from l0prune.timing.latency import Observe
 from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
@@ -130,7 +131,7 @@ def _warn_of_host(runtime: str, part: float) -> None:
 class Torch:
     """PyTorch, on the device that is its first provider."""
 
-    def __init__(self, kind: type[Eager], providers: Sequence[str]) -> None:
+    def __init__(self, kind: Callable[[str, int], Eager], providers: Sequence[str]) -> None:
         self._kind, self.provider = kind, providers[0] if providers else "cpu"
         self.version = kind(self.provider, 1).version
 
@@ -169,7 +170,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
-    "executorch": lambda providers: Torch(ExecuTorch, providers),
+    **{kind.name: partial(Torch, partial(Program, kind)) for kind in FORMATS.values()},
     "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
 }
 

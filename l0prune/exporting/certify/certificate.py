@@ -39,7 +39,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["graph", "class", "program", "onnx", "executorch", "source"]
+Compared = Literal["graph", "class", "program", "onnx", "executorch", "litert", "source"]
 MODEL: tuple[Compared, ...] = ("graph", "class")  # what the module is that is handed out
 
 
@@ -50,8 +50,8 @@ class Check:
     Attributes:
         what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
             ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
-            Runtime), ``executorch`` (the file, run by ExecuTorch), ``source`` (the ONNX file that
-            the model was made from, before any cut).
+            Runtime), ``executorch`` and ``litert`` (the file, run by that), ``source`` (the ONNX
+            file that the model was made from, before any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that
@@ -276,8 +276,13 @@ def compare_file(
     checks = []
     for answer in answers:
         found = run([torch.as_tensor(leaf) for leaf in read(cast(answer.inputs, torch.float32))])
-        checks.append(_check(what, answer.of_tensors(), found, torch.float32, part))
+        checks.append(compare_run(what, answer, found, part))
     return checks
+
+
+def compare_run(what: Compared, answer: Answer, found: Sequence[Tensor], part: str = "") -> Check:
+    """Compare a file's outputs with the gated model's, or a part's, in float32."""
+    return _check(what, answer.of_tensors(), found, torch.float32, part)
 
 
 def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part: str = "") -> Check:

@@ -26,6 +26,7 @@ WHAT = {
     "program": "exported program",
     "onnx": "ONNX file",
     "executorch": "ExecuTorch program",
+    "litert": "LiteRT program",
     "source": "ONNX file that came in",
 }
 

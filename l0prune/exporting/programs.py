@@ -1,0 +1,176 @@
+"""Programs for phones, of ExecuTorch and LiteRT: translated, run here as there, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.compat import pytree
+from l0prune.capture.example_inputs import examples_in
+from l0prune.capture.sizes import Inputs
+from l0prune.capture.threads import muted
+from l0prune.errors import L0pruneError, UsageError, first_line
+from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.certificate import Check, compare_run
+from l0prune.exporting.certify.dtypes import cast
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.running.stages import stage
+
+Run = Callable[[Inputs], list[Tensor]]
+
+
+class Format(Protocol):
+    """A format of programs. Each is for inputs of one size, since memory is planned ahead."""
+
+    @property
+    def name(self) -> Literal["executorch", "litert"]:
+        """Name of the runtime that runs them, and of the extra that installs it."""
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Packages that have to be installed."""
+
+    def version(self) -> str:
+        """Return the version of what makes and runs them."""
+
+    def made(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """Translate a network for inputs of these sizes."""
+
+    def loaded(self, content: bytes, threads: int) -> Run:
+        """Load a program, and return what runs it with so many threads."""
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class ExecuTorch:
+    """Programs of ExecuTorch, of which XNNPACK runs what it can."""
+
+    name: Literal["executorch"] = "executorch"
+    label = "ExecuTorch"
+    packages = ("executorch",)
+
+    def version(self) -> str:
+        """See ``Format``."""
+        return str(import_module("executorch.version").__version__)
+
+    def made(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """See ``Format``."""
+        lower = import_module("executorch.exir").to_edge_transform_and_lower
+        xnnpack = import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+        with torch.no_grad():
+            exported = torch.export.export(network, args, kwargs)
+        lowered = lower(exported, partitioner=[xnnpack.XnnpackPartitioner()])
+        return bytes(lowered.to_executorch().buffer)
+
+    def loaded(self, content: bytes, threads: int) -> Run:
+        """See ``Format``."""
+        bindings = import_module("executorch.extension.pybindings.portable_lib")
+        bindings._unsafe_reset_threadpool(threads)
+        program = import_module("executorch.runtime").Runtime.get().load_program(content)
+        method = program.load_method("forward")
+
+        def run(inputs: Inputs) -> list[Tensor]:
+            assert program is not None  # it has to live as long as its method
+            return _tensors(method.execute([each.contiguous() for each in _tensors(inputs)]))
+
+        return run
+
+
+class LiteRt:
+    """Programs of LiteRT, which was called TensorFlow Lite."""
+
+    name: Literal["litert"] = "litert"
+    label = "LiteRT"
+    packages = ("litert_torch", "ai_edge_litert")
+
+    def version(self) -> str:
+        """See ``Format``."""
+        return str(import_module("importlib.metadata").version("ai-edge-litert"))
+
+    def made(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """See ``Format``."""
+        made = import_module("litert_torch").convert(network, args, kwargs or None)
+        return bytes(made.model_content())
+
+    def loaded(self, content: bytes, threads: int) -> Run:
+        """See ``Format``."""
+        interpreter = import_module("ai_edge_litert.interpreter").Interpreter
+        runner = interpreter(model_content=content, num_threads=threads).get_signature_runner()
+        names = sorted(runner.get_output_details(), key=lambda name: int(name.rsplit("_", 1)[1]))
+
+        def run(inputs: Inputs) -> list[Tensor]:
+            args, kwargs = inputs
+            named = {f"args_{number}": value for number, value in enumerate(args)} | kwargs
+            found = runner(**{name: value.numpy() for name, value in named.items()})
+            return [torch.from_numpy(np.asarray(found[name])) for name in names]
+
+        return run
+
+
+FORMATS: dict[str, Format] = {".pte": ExecuTorch(), ".tflite": LiteRt()}
+"""By the ending of their files."""
+
+
+def is_missing(kind: Format) -> bool:
+    """Return whether a package that it needs is not installed."""
+    return any(find_spec(package) is None for package in kind.packages)
+
+
+def check_installed(kind: Format) -> None:
+    """Raise UsageError where a package that it needs is not installed."""
+    if is_missing(kind):
+        raise UsageError(f"{kind.label} is not installed: pip install 'l0prune[{kind.name}]'")
+
+
+def made(kind: Format, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Translate a network for inputs of these sizes, quietly.
+
+    Raises:
+        L0pruneError: there is no translation for an operator.
+        UsageError: a package is not installed.
+    """
+    check_installed(kind)
+    try:
+        with muted():
+            return kind.made(network, args, kwargs)
+    except Exception as error:  # of any of its passes
+        raise L0pruneError(
+            f"{kind.label} cannot translate the model: {first_line(error)}. --onnx, --pt2 and "
+            "--state (save_onnx, save) do without it"
+        ) from error
+
+
+def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
+    """Write a piece for the fewest examples that were compared, and compare it on these.
+
+    Raises:
+        L0pruneError: it cannot be translated or run.
+        UsageError: a package is not installed.
+    """
+    answer: Answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
+    args, kwargs = inputs = cast(answer.inputs, torch.float32)
+    with stage(f"translating the smaller model to {kind.label}"):
+        content = made(kind, piece.single.module(check_guards=False), args, kwargs)
+    try:
+        with muted():
+            found = kind.loaded(content, 1)(inputs)
+    except Exception as error:  # of classes of its own
+        raise L0pruneError(
+            f"{kind.label} cannot run the file that was made, so it was not written: "
+            f"{first_line(error)}"
+        ) from error
+    path.write_bytes(content)
+    return [compare_run(kind.name, answer, found, piece.path)]
