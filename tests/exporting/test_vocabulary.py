@@ -2,8 +2,10 @@
 
 import copy
 
+import onnxruntime
 import pytest
 import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -144,7 +146,7 @@ def test_both_inputs_of_an_encoder_and_a_decoder_are_ids():
 
 
 @pytest.mark.slow
-def test_the_smaller_model_is_gated_and_exported_as_any_other(result):
+def test_the_smaller_model_is_gated_and_exported_as_any_other(result, tmp_path):
     ids = torch.tensor([[0, 5, 2], [3, 1, 4]])
     gated = l0prune.gate(copy.deepcopy(result.model).eval(), (ids,), branches=False)
     gates = l0prune.gates(gated)
@@ -153,6 +155,12 @@ def test_the_smaller_model_is_gated_and_exported_as_any_other(result):
     assert dense.rebuilt
     assert dense.module.config.vocab_size == 11
     torch.testing.assert_close(logits(dense.module, ids), logits(gated, ids))
+    file, *_ = dense.save_onnx(tmp_path / "small.onnx")
+    session = onnxruntime.InferenceSession(file)
+    name = session.get_inputs()[0].name
+    session.run(None, {name: ids.numpy()})
+    with pytest.raises(InvalidArgument, match="out of data bounds"):
+        session.run(None, {name: ids.numpy() + 28})
 
 
 @pytest.mark.slow

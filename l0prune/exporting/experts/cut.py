@@ -18,7 +18,7 @@ from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import BOTH, Answer, output_of, tensor_names
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.difference import common_scales, comparable
-from l0prune.exporting.certify.dtypes import converted
+from l0prune.exporting.certify.dtypes import lent
 from l0prune.exporting.experts.choosing import OUTPUT, SCORES, chosen, observing
 from l0prune.exporting.experts.mixtures import Mixture, mixtures_in, sizes_of_experts
 from l0prune.exporting.experts.result import FewerExperts
@@ -211,7 +211,7 @@ def _answers(
     outputs: list[list[list[Any]]] = []
     names: tuple[str, ...] = ()
     for dtype in BOTH:
-        again, outputs = converted(model, dtype).eval(), [*outputs, []]
+        again, outputs = lent(model, dtype).eval(), [*outputs, []]
         for given in examples:
             with Routing(again, closed):
                 output = output_of(again, given, dtype)
