@@ -124,7 +124,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(whole, tmp_path, stop):
 
 
 def test_a_cut_network_learns_what_the_masked_one_does():
-    """Slots leave, and the bits of what stays are the same."""
+    """Slots leave, and the bits of what stays are the same.
+
+    Adam divides by gradients, and those of ranges of 16 bits are next to nothing but rounding.
+    """
     model = gated(Residual(), (IMAGES,))
     l0prune.Pruner(model, steps=10, n=240, quantize="bits", budget="bops=0.1")
     gates = l0prune.gates(model)
@@ -137,7 +140,7 @@ def test_a_cut_network_learns_what_the_masked_one_does():
     quantizer.is_on, quantizer.is_observing = True, False
     gates.fixed = True
     assert quantizer.by_layer["stem"] == (4, 16)
-    assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
+    assert compare(model, IMAGES, OPTIMIZERS["sgd"]) == ""
 
 
 def test_a_later_run_begins_with_the_bits_of_the_last_one(whole, tmp_path):
