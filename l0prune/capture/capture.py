@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from l0prune.capture.compat import size_hint
 from l0prune.capture.copying import class_forwards
 from l0prune.capture.example_inputs import plain
-from l0prune.capture.inlining import inline_modes
+from l0prune.capture.inlining import LOST_GRADIENT, inline_modes
 from l0prune.capture.kept_state import exported, tensor_outputs_only
 from l0prune.capture.model_checks import check_owned, evaluating
 from l0prune.capture.provenance import module_of, source_of, within
@@ -42,9 +42,8 @@ def explained(error: Exception, model: nn.Module) -> str:
     theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
     where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    known = "".join(
-        f"{cause} " for cause in (_scripted(model), _packed(error), _unregistered(error)) if cause
-    )
+    causes = _scripted(model), _packed(error), _unregistered(error), _differentiating(error)
+    known = "".join(f"{cause} " for cause in causes if cause)
     return (
         f"{known}torch.export could not follow the model{where}: {type(error).__name__}: "
         f"{first.strip()}\n"
@@ -88,6 +87,11 @@ def _unregistered(error: Exception) -> str:
         f"The forward returns a {name}, which torch cannot take apart: if it is a dataclass, call "
         f"torch.export.register_dataclass({name}) once, before; or return a tuple or a dict."
     )
+
+
+def _differentiating(error: Exception) -> str:
+    """Describe a gradient within the forward, at which torch 2.11 fails; empty for all else."""
+    return LOST_GRADIENT if str(error).startswith("Expected FakeTensor, got") else ""
 
 
 _CONTRACTIONS = {

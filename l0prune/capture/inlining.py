@@ -231,6 +231,12 @@ def inline_transforms(program: ExportedProgram) -> None:
     finish(program, renamed)
 
 
+LOST_GRADIENT = (
+    "torch.export does not follow a gradient that a forward takes of itself (torch.func.grad or "
+    "vjp). Give l0prune the submodules before and after it."
+)
+
+
 def _check_constants(program: ExportedProgram) -> None:
     """Refuse a program with a tensor of torch.func among its constants: it is what it lost."""
     for constant in program.constants.values():
@@ -238,10 +244,7 @@ def _check_constants(program: ExportedProgram) -> None:
             if isinstance(constant, Tensor) and constant.layout is torch.strided:
                 constant.untyped_storage()
         except NotImplementedError as error:
-            raise CaptureError(
-                "torch.export does not follow a gradient that a forward takes of itself "
-                "(torch.func.grad or vjp). Give l0prune the submodules before and after it."
-            ) from error
+            raise CaptureError(LOST_GRADIENT) from error
 
 
 def _parts(graph: Graph) -> Iterator[list[Node]]:

@@ -63,7 +63,7 @@ def test_what_is_kept_aside_and_not_used_is_no_matter():
 
 
 def test_a_module_compiled_by_torchscript_is_named():
-    with pytest.warns(FutureWarning):  # torch's own, of torch.jit
+    with pytest.warns((FutureWarning, DeprecationWarning)):  # torch's own, of torch.jit
         model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2))
     with pytest.raises(CaptureError, match=r"^1 is compiled by TorchScript"):
         l0prune.survey(model, X)
