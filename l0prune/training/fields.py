@@ -82,8 +82,14 @@ def _choices(field: FieldInfo) -> list[Any]:
 def _allowed(field: FieldInfo) -> str:
     choices = _choices(field)
     words = [f"one of {', '.join(map(repr, choices))}"] if choices else []
-    words += [w for k in types(field) if (w := _WORDS.get(get_origin(k) or k)) is not None]
+    words += [word for kind in types(field) if (word := _word(kind)) is not None]
     return " or ".join(words) + _bounds(field)
+
+
+def _word(kind: Any) -> str | None:
+    if kind == Sequence[int]:
+        return "a list of whole numbers"
+    return _WORDS.get(get_origin(kind) or kind)
 
 
 def _bounds(field: FieldInfo) -> str:

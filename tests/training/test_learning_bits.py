@@ -180,6 +180,8 @@ def test_what_it_does_not_go_with_is_said():
         l0prune.finetune(small(), data(), quantize="bits", penalty="group-lasso", budget="bops=0.1")
     with pytest.raises(UsageError, match="is no menu"):
         l0prune.finetune(small(), data(), quantize="bits", bits=(2, 4))
+    with pytest.raises(UsageError, match="bits must be a list of whole numbers, not '048'"):
+        l0prune.finetune(small(), data(), quantize="bits", bits="048")
 
 
 def test_a_first_layer_alone():
