@@ -16,7 +16,7 @@ from l0prune.capture.capture import Captured
 from l0prune.infer.branches import Branches, branches, closing
 from l0prune.infer.dataflow import Ending, activations, folded
 from l0prune.infer.decomposition import take_apart
-from l0prune.infer.inference import Inference, Place, Read, Write
+from l0prune.infer.inference import Inference, Mixed, Place, Read, Write
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import Namer, Whole, pins, whole_streams
 from l0prune.infer.registry import explained
@@ -35,8 +35,9 @@ class Analysis:
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
     with many outputs); ``picks`` says for calls by a constant index which positions they pick;
     ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
-    summed follows there (none where that is zero itself); ``branches`` those of the graph;
-    ``whole`` the streams of which nothing can be cut.
+    summed follows there (none where that is zero itself); ``mixed`` the contractions of kernels
+    with shares of which none is cut; ``branches`` those of the graph; ``whole`` the streams of
+    which nothing can be cut.
     """
 
     captured: Captured
@@ -44,6 +45,7 @@ class Analysis:
     layouts: dict[str, tuple]
     picks: dict[str, tuple[int, ...]]
     closed: dict[str, frozenset[str]]
+    mixed: dict[str, Mixed] = field(default_factory=dict)
     branches: Branches = field(default_factory=Branches)
     whole: tuple[Whole, ...] = ()
 
@@ -70,7 +72,14 @@ def analysed(infer: Inference, only: Var | None = None) -> Analysis:
     layouts = builder.node_layouts()
     whole = tuple(whole_streams(infer, builder.numbers, builder.fine, plan.pins))
     return Analysis(
-        infer.captured, plan, layouts, infer.picks, infer.closed, builder.branches, whole
+        infer.captured,
+        plan,
+        layouts,
+        infer.picks,
+        infer.closed,
+        infer.mixed,
+        builder.branches,
+        whole,
     )
 
 

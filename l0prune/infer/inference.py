@@ -77,6 +77,23 @@ class Computed:
     is_written: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A contraction of kernels with their shares, all of which are computed whatever is cut.
+
+    Attributes:
+        shares: name of the node with the shares.
+        shares_dim: the dim of it that is contracted.
+        kernels: name of the stored operand.
+        kernels_dim: that of it, an axis of its own.
+    """
+
+    shares: str
+    shares_dim: int
+    kernels: str
+    kernels_dim: int
+
+
 @dataclass(slots=True)
 class Work:
     """Multiply-accumulates of one node: ``scale × Π sizes`` of dims, for the whole example."""
@@ -112,6 +129,7 @@ class Inference:
     # of a contraction and an operand, the operand's dim that the result has
     carried: dict[tuple[Node, Node], int] = field(default_factory=dict)
     closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
+    mixed: dict[str, Mixed] = field(default_factory=dict)  # by name of the node
     failed: dict[Node, str] = field(default_factory=dict)  # whose zero rules fail, and how
     _from_inputs: set[Node] = field(default_factory=set)
 
@@ -220,8 +238,9 @@ class Inference:
             elif dim == 0 and (weight := standardised(node)) is not None:
                 source = weight  # its rows
             elif name in RESHAPES:
-                if shape_of(node) != shape_of(source):
-                    return None
+                before, after = shape_of(source) or [], shape_of(node) or []
+                if before[: dim + 1] != after[: dim + 1]:
+                    return None  # else only what comes later is regrouped
             elif name not in IDENTITIES and name not in PIECES:
                 return None
             node = source
@@ -338,6 +357,12 @@ class Inference:
         places = (self.place(operand, 0) for operand in operands)
         names = (place[0] for place in places if place is not None)
         return next((name for name in names if len(self.tensors[name]) > 1), "")
+
+    def note_mixed(
+        self, node: Node, shares: Node, shares_dim: int, kernels: Node, kernels_dim: int
+    ) -> None:
+        """Remember a contraction of kernels with shares that all stay."""
+        self.mixed[node.name] = Mixed(shares.name, shares_dim, kernels.name, kernels_dim)
 
     def kind(self, expr: Expr, kind: str) -> None:
         """Say what the slots of the expression are: heads, head dims, groups."""

@@ -142,6 +142,7 @@ def dense_module(
     sizes = rewritten(module.graph, analysis, kept, layouts)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
+    _pick_shares(module, analysis, sizes)
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
     dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
@@ -228,6 +229,19 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
         with module.graph.inserting_before(node):
             gather = picked(source, -1, fine, f"{KEPT_INPUTS}{weight.name}")
         node.replace_input_with(source, gather)
+
+
+def _pick_shares(module: GraphModule, analysis: Analysis, sizes: Sizes) -> None:
+    """Before kernels are mixed: pick the shares of those that stayed."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for name, mixed in analysis.mixed.items():
+        kept = sizes.mask(analysis.layouts[mixed.kernels][mixed.kernels_dim])
+        node, shares = nodes.get(name), nodes.get(mixed.shares)
+        if node is None or shares is None or bool(kept.all()):
+            continue
+        with module.graph.inserting_before(node):
+            gather = picked(shares, mixed.shares_dim, kept, f"{KEPT_INPUTS}{name}")
+        node.replace_input_with(shares, gather)
 
 
 def _drop_stale(module: GraphModule) -> None:

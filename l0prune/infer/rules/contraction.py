@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from l0prune.infer.nodes import argument, operands, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
+from l0prune.infer.rules.mixing import shares_in
 from l0prune.infer.solver import COPIES, Expr, prod
 from l0prune.plan.layout import Const
 
@@ -183,8 +184,12 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     left, right = list(infer.dims(a)), list(infer.dims(b))
     inner_a = left.pop()
     inner_b = right.pop(-2 if len(right) > 1 else -1)
-    infer.solver.unify(inner_a, inner_b)
     weight_dim = max(len(right) - 1, 0)
+    shares = shares_in(infer, node, (a, len(left)), (b, weight_dim))
+    if shares is None:
+        infer.solver.unify(inner_a, inner_b)
+    elif shares is a:
+        inner_a = inner_b
     stored = infer.place(b, weight_dim) is not None
     stored_a = infer.place(a, len(left)) is not None
     if stored or not stored_a:
@@ -291,10 +296,13 @@ def einsum(infer: Inference, node: Node) -> Value:
     assert isinstance(operands, list | tuple)
     nodes = [operand for operand in operands if isinstance(operand, Node)]
     inputs, output = spelled_out(str(equation), [len(infer.dims(operand)) for operand in nodes])
+    apart = _apart(infer, node, nodes, inputs, output)
     letters: dict[str, Expr] = {}
     where: dict[str, list[tuple[Node, int]]] = {}
     for labels, operand in zip(inputs, nodes, strict=True):
         for position, (letter, dim) in enumerate(zip(labels, infer.dims(operand), strict=True)):
+            if (operand, letter) in apart:
+                continue
             known = letters.setdefault(letter, dim)
             if known.size == 1:  # stretched, as by an elementwise product
                 letters[letter] = dim
@@ -315,6 +323,25 @@ def einsum(infer: Inference, node: Node) -> Value:
         name_heads(infer, batch, [dim for letter, dim in letters.items() if letter not in carried])
     infer.work(node, tuple(letters.values()))
     return tuple(letters[letter] for letter in output)
+
+
+def _apart(
+    infer: Inference,
+    node: Node,
+    nodes: list[Node],
+    inputs: list[list[str]],
+    output: list[str],
+) -> set[tuple[Node, str]]:
+    """Shares of kernels: operands with the letter that is not tied to that of the kernels."""
+    if len(nodes) != 2:
+        return set()
+    found = set[tuple[Node, str]]()
+    for letter in set(inputs[0]) & set(inputs[1]) - set(output):
+        pair = [(n, labels.index(letter)) for n, labels in zip(nodes, inputs, strict=True)]
+        shares = shares_in(infer, node, pair[0], pair[1])
+        if shares is not None:
+            found.add((shares, letter))
+    return found
 
 
 def spelled_out(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
