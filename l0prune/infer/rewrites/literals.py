@@ -240,7 +240,8 @@ def convolution(sizes: Sizes, node: Node) -> None:
     transposed = "transpose" in operator_name(node.target)
     whole = sizes.dims(node if transposed else source(node))[-spatial - 1]
     groups = sizes.of(whole) // sizes.of(sizes.dims(weight)[1])
-    if argument(node, 6, "groups", 1) == groups:
+    now = argument(node, 6, "groups", 1)
+    if now == groups or isinstance(now, Node):  # as many as the batch has examples
         return
     if len(node.args) > 6:
         node.update_arg(6, groups)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
+from l0prune.capture.compat import size_hint
 from l0prune.infer.nodes import argument, operands, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
 from l0prune.infer.rules.mixing import shares_in
@@ -117,6 +118,8 @@ def convolution(infer: Inference, node: Node) -> Value:
 def _groups(node: Node, name: str) -> int:
     position = 8 if name == "aten.convolution" else 6
     groups = argument(node, position, "groups", 1)
+    if isinstance(groups, Node):  # as many as the batch has examples
+        groups = size_hint(groups.meta.get("val"))
     if not isinstance(groups, int):
         raise NotFollowed("a size of the input says how many groups it has")
     return groups
