@@ -26,6 +26,22 @@ def mixed(m, x):
     return F.linear(x, m.share * m.u + (1 - m.share) * m.v, m.bias)
 
 
+def kernels_in_shares(m, x):
+    """A dynamic convolution: attention says how much of each kernel, a group is an example."""
+    shares = m.route(x.mean((2, 3))).softmax(1)
+    weight = (shares @ m.w.view(4, -1)).view(-1, 8, 3, 3)
+    bias = (shares @ m.bias).view(-1)
+    y = F.conv2d(x.reshape(1, -1, *x.shape[2:]), weight, bias, padding=1, groups=len(x))
+    return y.view(len(x), -1, *y.shape[2:])
+
+
+def kernels_one_by_one(m, x):
+    """The same, an example at a time."""
+    shares = m.route(x.mean((2, 3))).softmax(1)
+    weights = torch.einsum("bk,koihw->boihw", shares, m.w)
+    return torch.cat([F.conv2d(x[i : i + 1], weights[i], padding=1) for i in range(len(x))])
+
+
 def low_rank(m, x):
     """What LoRA's layers do once merged."""
     return F.linear(x, m.w + 0.5 * m.up @ m.down)
@@ -169,7 +185,28 @@ MADE_WEIGHTS = {
             w=nn.Parameter(torch.randn(4, 6, 8, 3, 3)),
         ),
         IMAGE,
-        {"a": 8, "route": 4, "w": 6},
+        {"a": 8, "kernels": 4, "w": 6},
+    ),
+    "kernels_in_shares": (
+        between(
+            kernels_in_shares,
+            IMAGE,
+            route=nn.Linear(8, 4),
+            w=nn.Parameter(torch.randn(4, 6, 8, 3, 3)),
+            bias=nn.Parameter(torch.randn(4, 6)),
+        ),
+        IMAGE,
+        {"a": 8, "kernels": 4, "bias": 6},
+    ),
+    "kernels_in_shares_one_by_one": (
+        between(
+            kernels_one_by_one,
+            IMAGE,
+            route=nn.Linear(8, 4),
+            w=nn.Parameter(torch.randn(4, 6, 8, 3, 3)),
+        ),
+        IMAGE,
+        {"a": 8, "kernels": 4, "w": 6},
     ),
     "experts_of_matrices": (
         between(experts_of_matrices, route=nn.Linear(8, 4), w=nn.Parameter(torch.randn(4, 6, 8))),

@@ -130,6 +130,8 @@ class Inference:
     carried: dict[tuple[Node, Node], int] = field(default_factory=dict)
     closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
     mixed: dict[str, Mixed] = field(default_factory=dict)  # by name of the node
+    # the parameter and its dim that a dim of kernels is, whose other dims are regrouped
+    kernels: dict[tuple[Node, int], Place] = field(default_factory=dict)
     failed: dict[Node, str] = field(default_factory=dict)  # whose zero rules fail, and how
     _from_inputs: set[Node] = field(default_factory=set)
 
@@ -223,6 +225,8 @@ class Inference:
 
     def place(self, node: Node, dim: int) -> Place | None:
         """The parameter and its dim that this dim of the node is, or is a piece of."""
+        if (node, dim) in self.kernels:
+            return self.kernels[node, dim]
         while node.op == "call_function":
             source = node.args[0] if node.args else None
             name = operator_name(node.target)
@@ -238,9 +242,8 @@ class Inference:
             elif dim == 0 and (weight := standardised(node)) is not None:
                 source = weight  # its rows
             elif name in RESHAPES:
-                before, after = shape_of(source) or [], shape_of(node) or []
-                if before[: dim + 1] != after[: dim + 1]:
-                    return None  # else only what comes later is regrouped
+                if shape_of(node) != shape_of(source):
+                    return None
             elif name not in IDENTITIES and name not in PIECES:
                 return None
             node = source

@@ -170,7 +170,8 @@ class Namer:
         if not writes:  # of a table whose rows nothing writes
             return self._unique(self.given[var]), self.kinds[var]
         rows = [w for w in writes if self.infer.has_rows(w.place[0])]
-        write = next((w for w in rows if not _only_multiplies(w.node)), [*rows, *writes][0])
+        gating = {w for w in rows if not self.infer.is_weight(w.node) and _only_multiplies(w.node)}
+        write = next((w for w in rows if w not in gating), [*rows, *writes][0])
         by_conv = "conv" in operator_name(write.node.target)
         kind = self.kinds.get(var, "channel" if by_conv else "neuron")
         owner, _, leaf = write.place[0].rpartition(".")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.capture.provenance import within
-from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, PIECES, RESHAPES, operator_name
+from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, PIECES, RESHAPES, operator_name, shape_of
 from l0prune.infer.solver import variables
 
 if TYPE_CHECKING:
-    from l0prune.infer.inference import Inference
+    from l0prune.infer.inference import Inference, Place
 
 _PASSING = {*IDENTITIES, *PERMUTATIONS, *PIECES, *RESHAPES, "aten.select", "aten.unbind",
             "aten.squeeze", "aten.unsqueeze"}  # fmt: skip
@@ -37,9 +37,10 @@ def shares_in(
         other: the same of the other one.
     """
     for (shares, dim), (kernels, kernels_dim) in ((one, other), (other, one)):
-        place = infer.place(kernels, kernels_dim)
+        place = _place(infer, kernels, kernels_dim)
         if place is None or infer.is_weight(shares) or not _makes_a_weight(node):
             continue
+        infer.kernels[kernels, kernels_dim] = place
         expr = infer.dims(kernels)[kernels_dim]
         infer.kind(expr, "kernel")
         infer.name(expr, within(place[0].rpartition(".")[0], "kernels"))
@@ -53,6 +54,17 @@ def shares_in(
         infer.note_mixed(node, shares, dim, kernels, kernels_dim)
         return shares
     return None
+
+
+def _place(infer: Inference, node: Node, dim: int) -> Place | None:
+    """Return the parameter and its dim that a dim is, however those after it are regrouped."""
+    while operator_name(node.target) in RESHAPES:
+        source = node.args[0]
+        before, after = (shape_of(each) or [] for each in (source, node))  # type: ignore[arg-type]
+        if not isinstance(source, Node) or before[: dim + 1] != after[: dim + 1]:
+            return None
+        node = source
+    return infer.place(node, dim)
 
 
 def _makes_a_weight(node: Node) -> bool:
