@@ -247,6 +247,29 @@ def test_a_block_gives_back_what_it_would_have_added_to(block):
     assert difference(model, dense, X) <= 1e-10
 
 
+class Flattened(nn.Module):
+    """A block that adds to a stream of rows, and gives them back their places."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        return (rows + self.down(self.up(rows).relu())).view(x.shape)
+
+
+def test_a_block_that_reshapes_and_shapes_back_gives_back_its_input():
+    model = nn.Sequential(nn.Linear(6, 8), Flattened(), Flattened(), nn.Linear(8, 3)).eval()
+    l0prune.gate(model, torch.randn(2, 5, 6))
+    kinds = {axis.name: axis.kind for axis in l0prune.gates(model).plan.axes}
+    switch = next(name for name, kind in kinds.items() if kind == "branch" and name[0] == "1")
+    l0prune.gates(model).set_open(switch, [])
+    dense = l0prune.export(model, verify="float32")
+    assert [type(each) for each in dense.module[1:3]] == [SkippedModule, Flattened]
+    assert dense.module[1].gives == "input"
+
+
 class InWindows(nn.Module):
     """Mixes the channels of 2 x 2 windows, which are put together by code outside its modules."""
 

@@ -289,6 +289,7 @@ def _settings(module: nn.Module, apart_from: Collection[str]) -> list[tuple[str,
 
 _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
 _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
+_RESHAPES = frozenset(("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten"))
 
 
 def ways_around(
@@ -343,7 +344,8 @@ class _Gone:
         return _outermost(
             path
             for path, of in self.modules.items()
-            if of & self.joins and all(node in nothing or _is_handed_on(node) for node in of)
+            if of & self.joins and _keeps_shape(of)
+            if all(node in nothing or _is_handed_on(node) for node in of)
         )
 
     def inner(self) -> list[str]:
@@ -440,8 +442,21 @@ def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
                 yield user
 
 
+def _keeps_shape(nodes: Set[Node]) -> bool:
+    """Check that what a module gives is of the shape of something that it takes."""
+    taken = {each for node in nodes for each in node.all_input_nodes} - nodes
+    shapes = [shape_of(each) for each in taken]
+    given = (node for node in nodes if not node.users.keys() <= nodes)
+    return all(shape_of(node) in shapes for node in given)
+
+
 def _is_handed_on(node: Node) -> bool:
-    """Check that a node hands on its input, as a cast to the dtype that it has already."""
+    """Check that a node hands on its input: as a cast to the dtype that it has, or a reshape.
+
+    Where the module gives the shape that it took, its reshapes have cancelled each other.
+    """
+    if operator_name(node.target) in _RESHAPES:
+        return True
     if operator_name(node.target) not in _CASTS:
         return False
     given, got = (each.meta["val"] for each in (node.all_input_nodes[0], node))
