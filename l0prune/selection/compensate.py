@@ -41,7 +41,6 @@ _FEWEST, _ENOUGH = 3, 8  # batches: at least, and where there is a choice
 _NARROW, _ERROR = 2.0, 0.02  # held-out error over that of what was fitted; and what is small
 _NOTHING = 1e-30  # in the place of a variance of zero
 _PART = 1 << 22  # numbers of outputs that are compared at a time
-_GROUPS = 2  # of examples that outputs are looked at of, where one has enough of them
 _JUDGED = 5  # one batch in so many is used for nothing but to tell what has been gained
 SAMPLES, BATCH_SIZE = 512, 64
 
@@ -174,23 +173,17 @@ class Calibration:
             judge = divergence if self.has_classes else relative_error
             return Division(self.root, self.gates.plan, self.used, self.judged_by(), judge)
 
-    def judged_by(self) -> list[list[Any]]:
-        """Return groups of batches, or parts of one, whose outputs tell layers apart.
-
-        Places of one example say much the same: where few examples have enough of them, there are
-        groups of others.
-        """
+    def judged_by(self) -> list[Any]:
+        """Return batches, or a part of one, with about as many outputs as tell layers apart."""
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
             found, dim = _answers(call(self.root, first), first)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
-        if needed > length:
-            return [self.used[: math.ceil(needed / length)]]
-        number = len(self.used)
-        apart = self.used[number // (2 * _GROUPS) :: math.ceil(number / _GROUPS)]
-        return [[Batch(batch, None).head(needed).inputs] for batch in apart]
+        if needed < length:
+            return [Batch(first, None).head(needed).inputs]
+        return self.used[: math.ceil(needed / length)]
 
 
 @contextmanager

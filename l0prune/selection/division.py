@@ -206,14 +206,6 @@ class _Input:
 Judge = Callable[[Any, Any], Callable[[Any], float]]
 
 
-def _error(
-    probes: Sequence[_Probe], states: Mapping[str, _State], readers: Mapping[str, _Input]
-) -> float:
-    """Return the error of the outputs with readers as they have become."""
-    changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
-    return sum(probe.error(changed) for probe in probes) / len(probes)
-
-
 class _Probe:
     """A batch on which the outputs of the dense network with some weights changed are looked at.
 
@@ -257,8 +249,7 @@ class Division:
         plan: whose axes may be cut.
         batches: inputs.
         judge: from the outputs for a batch, and the batch, to what gives the error of others.
-        probes: batches of which the outputs are looked at, in groups that the widths of an axis
-            take turns with: then more inputs are seen in the same time, and axes compare.
+        probes: inputs of which the outputs are looked at.
     """
 
     def __init__(
@@ -266,7 +257,7 @@ class Division:
         model: nn.Module,
         plan: Plan,
         batches: Sequence[Any],
-        probes: Sequence[Sequence[Any]],
+        probes: Sequence[Any],
         judge: Judge,
     ) -> None:
         self.model, self.plan, self.batches = model, plan, batches
@@ -278,8 +269,7 @@ class Division:
             if reader.calls == 1
         }
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
-        most = _KEPT // sum(map(len, probes))
-        self.probes = [[_Probe(self, batch, most) for batch in group] for group in probes]
+        self.probes = [_Probe(self, batch, _KEPT // len(probes)) for batch in probes]
         self.curves = self._curves()
 
     def _curves(self) -> list[Curve]:
@@ -345,8 +335,7 @@ class Division:
             curve.gone.append(len(curve.order))
             curve.local.append(error)
             if len(curve.order) in levels:
-                group = self.probes[len(curve.outputs) % len(self.probes)]
-                curve.outputs[len(curve.order)] = _error(group, states, readers)
+                curve.outputs[len(curve.order)] = self._error(states, readers)
         return curve
 
     def _slots(self, number: int, read: Read, places: int) -> Tensor:
@@ -364,6 +353,11 @@ class Division:
             found = torch.where(mine, table - axis.start, -1).max(0).values
             slots = along(tensor, found, dim)
         return along_reads(slots, read, tensor)[0, ::places, 0].cpu()
+
+    def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
+        """Return the error of the outputs with these readers as they have become."""
+        changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
+        return sum(probe.error(changed) for probe in self.probes) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.

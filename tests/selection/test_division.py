@@ -30,7 +30,7 @@ def test_errors_are_those_of_direct_least_squares():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), [[x]], relative_error)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
         hidden = plain[1](plain[0](x))
         curve = next(c for c in division.curves if plan.axes[c.axis].size == 12)
         read = plain[2](hidden)
@@ -49,29 +49,12 @@ def test_outputs_are_those_of_the_network_with_one_axis_cut():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), [[x]], relative_error)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
         curve = next(c for c in division.curves if plan.axes[c.axis].size == 8)
         hidden, wanted = plain[:4](x), plain(x)
     gone, error = min(curve.outputs.items())
     kept = [slot for slot in range(8) if slot not in curve.order[:gone]]
     assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
-
-
-def test_widths_take_turns_with_groups_of_inputs():
-    model, x = network()
-    l0prune.gate(model, x[:2])
-    plan = l0prune.gates(model).plan
-    first, second = x[:200], x[200:]
-    with bypass(model), torch.no_grad():
-        given = model, plan, list(x.split(100))
-        one, other, both = (
-            [curve.outputs for curve in Division(*given, groups, relative_error).curves]
-            for groups in ([[first]], [[second]], [[first], [second]])
-        )
-    for a, b, found in zip(one, other, both, strict=True):
-        widths = sorted(found)
-        assert [found[n] for n in widths] == [(a, b)[k % 2][n] for k, n in enumerate(widths)]
-        assert a != b
 
 
 @pytest.mark.parametrize("most", [0, 400 * 12 * 4, 1 << 20])
@@ -83,7 +66,7 @@ def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
     plain = copy.deepcopy(model)
     l0prune.gate(model, x[:2])
     with bypass(model), torch.no_grad():
-        ((probe,),) = Division(model, l0prune.gates(model).plan, [x], [[x]], relative_error).probes
+        (probe,) = Division(model, l0prune.gates(model).plan, [x], [x], relative_error).probes
         assert len(probe.products) == {0: 0, 400 * 12 * 4: 1, 1 << 20: 3}[most]
         judge = relative_error(plain(x), x)
         plain[2].weight.mul_(0.5)
@@ -98,7 +81,7 @@ def test_scores_meet_a_budget_where_it_costs_least():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), [[x]], relative_error)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
     wanted = bounds(plan, limits("macs=0.6"), ())
     scores = division.scores_for(wanted, [1] * len(plan.axes))
     assert scores.shape == (plan.size,)
