@@ -23,6 +23,8 @@ ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SELECTIONS, **SPECTRA
 @pytest.fixture(scope="module")
 def found(request):
     """The plan of a network, its axes as one expects them, and what dead slots still change."""
+    if request.param == "with_a_tangent" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not export a jvp")
     module, shape, sizes = ALL[request.param]
     plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(shape),))
     return plan, sizes, error
