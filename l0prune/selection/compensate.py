@@ -248,6 +248,8 @@ def inputs_of(
             batch_size = _size(batch_size, min(len(task.train), samples))
         feed = Feed(task, batch_size, seed, augment=False)
         found = ((batch.inputs, batch.targets) for batch in feed.train(0, place))
+        if not is_split(task.train):
+            found = _shuffled(found, samples, seed)
     left = samples
     for inputs, targets in found:
         if left <= 0:
@@ -255,6 +257,24 @@ def inputs_of(
         left -= batch_length(inputs, targets)
         _check_finite(inputs)
         yield without_labels(inputs), targets
+
+
+def _shuffled(
+    batches: Iterator[tuple[Any, Any]], samples: int, seed: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the first batches of so many examples in random order.
+
+    Batches of a user are often sorted (files of one text after another), and the first ones would
+    be looked at most.
+    """
+    held: list[tuple[Any, Any]] = []
+    for batch in batches:
+        held.append(batch)
+        samples -= batch_length(*batch)
+        if samples <= 0:
+            break
+    for number in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)):
+        yield held[number]
 
 
 def _rows(given: Any, index: Tensor, place: torch.device) -> Any:
