@@ -55,7 +55,7 @@ from l0prune.gating.learned_bits import quantizer_of
 from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 
-FORMAT = 3  # raised when older versions cannot read what this one writes
+FORMAT = 4  # raised when older versions cannot read what this one writes
 
 
 _OF_GATES = (_LOG_ALPHA, _TEMPERATURE, _) = (
