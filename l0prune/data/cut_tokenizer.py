@@ -220,7 +220,7 @@ class CutTokenizer:
 
     @property
     def _ends(self) -> tuple[str, str]:
-        """What a piece begins with that begins no word, and what one ends with that ends one."""
+        """Prefix of pieces that begin no word, and suffix of those that end one."""
         prefix, suffix = (
             self._model.get(f"{name}") or ""
             for name in ("continuing_subword_prefix", "end_of_word_suffix")

@@ -1,4 +1,4 @@
-"""What gates that follow the input cost.
+"""Cost of gates that follow the input.
 
 For an input x let s(x) be the share of the network's MACs that its open gates leave. What the
 gates pay is the mean over a batch of its expectation over their noise, at a price, or
@@ -71,7 +71,7 @@ def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tenso
 
 
 def input_penalty(model: nn.Module) -> Tensor | None:
-    """What the input gates of the last forward in training mode pay, to add to the loss.
+    """Return the cost of the input gates of the last forward in training mode, to add to the loss.
 
     ``finetune`` and ``train_dense`` add it by themselves, ``l0prune.penalty`` has it in it; in a
     loop of your own with a ``Pruner`` it belongs to the loss of each forward, before its backward

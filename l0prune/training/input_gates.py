@@ -229,7 +229,7 @@ def _chosen(
 
 
 class _Seen:
-    """What blocks and their layers receive when the model runs on the example.
+    """Inputs that blocks and their layers receive when the model runs on the example.
 
     Args:
         model: not gated.

@@ -27,7 +27,7 @@ from l0prune.training.input_cost import input_gated, share_of
 
 @dataclass(frozen=True)
 class Opened:
-    """How much of a block its gates open.
+    """Share of a block that its gates open.
 
     Attributes:
         path: of the block.
@@ -172,7 +172,7 @@ def _recording(network: InputGatedNetwork) -> Iterator[None]:
 
 
 class _Seen:
-    """What is open of one block, over batches."""
+    """Counter of what is open of one block, over batches."""
 
     def __init__(self, block: GatedBlock, gate: InputGate, kept: Sequence[Tensor]) -> None:
         self._block, self._gate, self._kept = block, gate, kept

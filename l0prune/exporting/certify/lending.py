@@ -46,7 +46,7 @@ class _Loan:
         return self.fold(self.original.to(torch.float64, copy=True)).to(self.dtype)
 
     def given(self, dtype: torch.dtype, device: torch.device | None = None) -> _Loan:
-        """The same loan in another dtype, or from another device."""
+        """Return this loan in another dtype, or from another device."""
         loan = _Loan(self.original.to(device), dtype, self.fold)
         loan.own = None if self.own is None else self.own.to(device, dtype)
         return loan

@@ -28,7 +28,7 @@ _PRODUCTS = ("aten.mul", "aten.mul_")
 
 @dataclass(frozen=True)
 class Skip:
-    """What need not be computed while a factor is zero.
+    """Nodes of a graph that need not be computed while a factor is zero.
 
     Attributes:
         factor: the name of its node; one number.

@@ -21,7 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Observed:
-    """What a mixture was given while the model ran on calibration inputs.
+    """Inputs of a mixture while the model ran on calibration inputs.
 
     Attributes:
         calls: of the module that holds router and experts.
@@ -64,7 +64,7 @@ def observing(model: nn.Module, mixtures: Sequence[Mixture]) -> Iterator[dict[st
 
 
 def by_load(model: nn.Module, mixture: Mixture, seen: Observed) -> Tensor:
-    """How many inputs got each expert."""
+    """Return the number of inputs that each expert got."""
     return seen.load.double()
 
 
@@ -127,7 +127,7 @@ def _ids_and_shares(leaves: Sequence[Any], mixture: Mixture) -> tuple[int, int] 
 def _of_lists(
     model: nn.Module, mixture: Mixture, seen: Observed
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for modules in a list: the share of one is the slope of the sum by its output."""
+    """Yield outputs and shares of listed experts: a share is the slope of the sum by an output."""
     module = model.get_submodule(mixture.path)
     outputs: list[tuple[int, Tensor]] = []
 

@@ -202,7 +202,7 @@ def _answers(
     kept: Mapping[str, Tensor],
     examples: Sequence[Inputs],
 ) -> tuple[Answer, ...]:
-    """What the model computes when closed experts are never chosen."""
+    """Return what the model computes when closed experts are never chosen."""
     closed = {}
     for mixture in found:
         name = mixture.router.name

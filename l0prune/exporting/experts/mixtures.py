@@ -115,6 +115,6 @@ def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
 
 
 def closed_but(mixture: Mixture, kept: Tensor) -> dict[str, Tensor]:
-    """What ``Routing`` takes, of one mixture of which the experts of these numbers stay."""
+    """Return the closed experts of a mixture as ``Routing`` takes them, by those that stay."""
     closed = torch.ones(mixture.router.experts, dtype=torch.bool).index_fill_(0, kept, False)
     return {mixture.router.name: closed}

@@ -125,7 +125,7 @@ class Routing(TorchFunctionMode):
 
 
 def _groups(scores: Tensor, size: int) -> int:
-    """In how many parts a tensor has a number for each expert; none where it has not."""
+    """Return the number of parts in which a tensor has a number for each expert; 0 for none."""
     if scores.dim() and scores.shape[-1] == size:
         return 1
     if scores.dim() > 1 and scores.shape[-1] * scores.shape[-2] == size:

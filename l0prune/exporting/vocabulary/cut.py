@@ -219,7 +219,7 @@ def _answers(
     kept: Tensor,
     special: frozenset[int],
 ) -> tuple[Answer, ...]:
-    """What the smaller model has to answer: the logits of the model for the tokens that stay.
+    """Return the logits of the model for the tokens that stay, which the smaller one has to give.
 
     To the example, where other tokens than those are some of those; and to such at every place
     but those of special tokens.
