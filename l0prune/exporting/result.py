@@ -32,6 +32,7 @@ from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.older import check_opset, data_beside
+from l0prune.exporting.onnx.other_runtimes import tried_elsewhere
 from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
@@ -250,7 +251,9 @@ class Export:
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
         self.int8 = self.half = self.ranges = None
-        self.certificate = self.certificate.without("program", "onnx", "executorch", "litert")
+        self.certificate = self.certificate.without(
+            "program", "onnx", "openvino", "executorch", "litert"
+        )
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
     @property
@@ -366,7 +369,8 @@ class Export:
                 onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing the ONNX file with the gated model"):
                     checks += compare_file("onnx", piece.answers, session, piece.path, piece.read)
-            certificate = self.certificate.without("onnx").with_checks(checks)
+                checks += tried_elsewhere(written[file], piece)
+            certificate = self.certificate.without("onnx", "openvino").with_checks(checks)
             facts = self._metadata(certificate)
             if beside is not None and len(written) == 1:
                 (piece,), (unfinished,) = self._made.pieces, written.values()

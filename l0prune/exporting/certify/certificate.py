@@ -39,7 +39,9 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["graph", "class", "program", "onnx", "executorch", "litert", "source"]
+Compared = Literal[
+    "graph", "class", "program", "onnx", "openvino", "executorch", "litert", "source"
+]
 MODEL: tuple[Compared, ...] = ("graph", "class")  # what the module is that is handed out
 
 
@@ -50,8 +52,9 @@ class Check:
     Attributes:
         what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
             ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
-            Runtime), ``executorch`` and ``litert`` (the file, run by that), ``source`` (the ONNX
-            file that the model was made from, before any cut).
+            Runtime), ``openvino`` (the same, run by that, where it is installed), ``executorch``
+            and ``litert`` (the file, run by that), ``source`` (the ONNX file that the model was
+            made from, before any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that

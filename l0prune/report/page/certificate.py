@@ -26,6 +26,7 @@ WHAT = {
     "program": "exported program",
     "onnx": "ONNX file",
     "executorch": "ExecuTorch program",
+    "openvino": "ONNX file in OpenVINO",
     "litert": "LiteRT program",
     "source": "ONNX file that came in",
 }
