@@ -40,6 +40,9 @@ if not os.path.exists("/dev/nvidia0"):
 import pytest
 from hypothesis import HealthCheck, settings
 
+# ONNX files are tried in OpenVINO where that is installed: not those of tests, but for the fixture.
+sys.modules.setdefault("openvino", None)
+
 EXAMPLES = {"default": 40, "slow": 200}
 LONG = {"test_wrappers", "test_random_networks", "test_commands", "test_torchrun"}
 MOST_WORKERS = 8  # each holds torch and what it compiled: about a gigabyte
@@ -194,3 +197,18 @@ def refused(command):
         return " ".join(err.split())
 
     return call
+
+
+_OPENVINO = []
+
+
+@pytest.fixture
+def openvino(monkeypatch):
+    """OpenVINO, if it is installed."""
+    monkeypatch.delitem(sys.modules, "openvino")
+    if _OPENVINO:
+        monkeypatch.setitem(sys.modules, "openvino", *_OPENVINO)
+    else:
+        reason = "OpenVINO is not installed: pip install openvino"
+        _OPENVINO.append(pytest.importorskip("openvino", reason=reason))
+    return _OPENVINO[0]

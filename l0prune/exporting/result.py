@@ -369,8 +369,9 @@ class Export:
                 onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing the ONNX file with the gated model"):
                     checks += compare_file("onnx", piece.answers, session, piece.path, piece.read)
-                checks += tried_elsewhere(written[file], piece)
             certificate = self.certificate.without("onnx", "openvino").with_checks(checks)
+            for piece, unfinished in zip(self._made.pieces, written.values(), strict=True):
+                certificate = certificate.with_checks(tried_elsewhere(unfinished, piece))
             facts = self._metadata(certificate)
             if beside is not None and len(written) == 1:
                 (piece,), (unfinished,) = self._made.pieces, written.values()

@@ -17,8 +17,8 @@ def dense():
     return l0prune.export(gated)
 
 
+@pytest.mark.usefixtures("openvino")
 def test_openvino_where_it_is_installed_computes_the_same(dense, tmp_path):
-    pytest.importorskip("openvino")
     dense.save_onnx(tmp_path / "net.onnx")
     (check,) = [each for each in dense.certificate.checks if each.what == "openvino"]
     assert check.error < check.tolerance

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 from l0prune.errors import UsageError
 from l0prune.timing.runtimes import runtime_of
 
-pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino")
+pytestmark = pytest.mark.usefixtures("openvino")
 
 
 def test_files_and_their_nodes_are_timed(tmp_path):
