@@ -1,10 +1,7 @@
 """``l0prune shrink``: a network of a file, and inputs without labels."""
 
-import json
-
 import pytest
 import torch
-from commands import run
 
 import l0prune
 
@@ -29,11 +26,9 @@ def _file(tmp_path):
     (tmp_path / "net.py").write_text(CODE, encoding="utf-8")
 
 
-def test_a_file_that_is_smaller_and_how_near_it_is(tmp_path):
+def test_a_file_that_is_smaller_and_how_near_it_is(done, tmp_path):
     options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--json")
-    code, out, err = run("shrink", "net.py:net", *options, cwd=tmp_path)
-    assert code == 0, err
-    told = json.loads(out)
+    told, _ = done("shrink", "net.py:net", *options)
     assert told["files"] == ["net.small.onnx"]
     assert (tmp_path / "net.small.onnx").is_file()
     assert 0 < told["fidelity"]["error"] < 0.5

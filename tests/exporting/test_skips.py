@@ -74,6 +74,7 @@ def test_blocks_are_in_an_if_and_the_file_computes_the_same(name, kind, tmp_path
         Session(str(file))([x])
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_not_computed(tmp_path):
     model, dense = exported(points, POINTS)
     file = l0prune.save_skipping(dense, tmp_path / "skip.onnx")
@@ -96,6 +97,7 @@ def test_what_is_left_out_is_not_computed(tmp_path):
     assert set(is_closed) == {True, False}
 
 
+@pytest.mark.slow
 def test_without_gates_of_blocks_there_is_nothing_to_leave_out(tmp_path):
     _, dense = exported(points, POINTS, skip=False)
     with pytest.raises(UsageError, match="no block of this network can be left out"):
