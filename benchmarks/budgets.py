@@ -32,7 +32,7 @@ BUDGETS = ("macs=0.5", "macs=0.3", "params=0.2")
 
 def _recipe(name: str) -> nn.Module:
     """A network of the recipes."""
-    return l0prune.load_model(f"{RECIPES / 'models.py'}:{name}")
+    return l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}")
 
 
 def _vit() -> nn.Module:

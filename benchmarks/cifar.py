@@ -21,6 +21,8 @@ has ``--epochs``, over all of its phases:
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
 - ``l0prune-widths``: gates on widths alone; ``l0prune-alike``: these do not start from a score;
 - ``l0prune-at-once``: nothing learns what goes: ``fit`` with data, then all epochs;
+- ``PENALTY``, any of ``finetune(penalty=…)``: as ``l0prune-alike``, with the penalty on the weights
+  of slots in place of gates that learn;
 - ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data, of less data fewer):
   ``fit`` to the budget at once, then all epochs.
 
@@ -112,7 +114,7 @@ def vit() -> nn.Module:
 def start(network: str, epochs: int, job: Job) -> nn.Module:
     """The network that all ways start from: published or new, trained on this data, and kept."""
     if network in CHECKPOINTS:
-        source = f"{RECIPES / 'models.py'}:{network}"
+        source = f"{RECIPES / 'vision.py'}:{network}"
         weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
         model = l0prune.load_model(source, str(weights))
         project(model)

@@ -24,7 +24,7 @@ from l0prune.data import Data
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
-from l0prune.training import phases
+from l0prune.training import phases, shrinkage
 from l0prune.training.start import ScoringBudget
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -158,6 +158,12 @@ def learned(
     return with_gates(model, job, (begins + share) / 2, budget=f"macs={share}", **others)
 
 
+def penalised(model: nn.Module, share: float, job: Job, penalty: str) -> Cut:
+    """A penalty on the weights of slots in place of gates; from all slots, without a score."""
+    l0prune.gate(model, (job.example(),), branches=False)
+    return with_gates(model, job, (1.0 + share) / 2, budget=f"macs={share}", penalty=penalty)
+
+
 def _at_once(share: float) -> float:
     """Half of the way to a share of the MACs, which goes before gates learn."""
     return share**0.5
@@ -181,7 +187,7 @@ def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) 
     whole = macs(model, job.example())
     settings |= {"settle": SETTLE * first, "schedule": "settle"}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
-    is_leaned = settings.get("start", "auto") != "alike"
+    is_leaned = settings.get("start", "auto") != "alike" and "penalty" not in settings
     looked = _looked(model, (1 - SETTLE) * first, job) if is_leaned else 0.0
     spent = first * job.cost(run.records[-1]["training_macs"]) + looked
     return trained(l0prune.export(model).module, whole, job, first, spent)
@@ -278,7 +284,12 @@ WAYS: dict[str, Way] = {
     "taylor": partial(scored, how="taylor"),
 }
 SCORES = ("magnitude", "bn-scale", "fisher", "random")
-ALL_WAYS = WAYS | {how: partial(scored, how=how) for how in SCORES}
+PENALTIES = tuple(shrinkage.names())
+ALL_WAYS = {
+    **WAYS,
+    **{how: partial(scored, how=how) for how in SCORES},
+    **{name: partial(penalised, penalty=name) for name in PENALTIES},
+}
 
 
 def macs(model: nn.Module, example: Tensor) -> int:
