@@ -21,6 +21,7 @@ from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import Command
 from l0prune.cli.measure import measure
 from l0prune.cli.shrink import shrink
+from l0prune.cli.sweep import sweep
 from l0prune.cli.vocabulary import vocabulary
 
 _HELP = """\
@@ -38,7 +39,7 @@ Or all of it on embedded data: l0prune run digits-lenet
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 COMMANDS = (
     *(survey, gate, measure, fit, shrink, vocabulary, experts, finetune, export, evaluate),
-    *(runs.run, runs.report),
+    *(runs.run, sweep, runs.report),
 )
 for command in COMMANDS:
     app.command(cls=Command)(command)

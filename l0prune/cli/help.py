@@ -20,10 +20,13 @@ _GROUPS = {
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
     ),
     "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
-    "Training": ("epochs", "lr", "optimizer", "settle", "distill", "compact", "resume"),
+    "Training": (
+        "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume", "sweeps",
+    ),
     "Machine": (
         "device", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
-        "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
+        "distributed", "threads", "batch", "runtime", "provider", "samples", "results", "jobs",
+        "where", "job",
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",

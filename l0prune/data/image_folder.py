@@ -49,7 +49,7 @@ def image_folder(spec: str, rest: str) -> Data:
         learned, held_back = _every_fifth(train.targets)
         train, augmented = Subset(train, learned), Subset(augmented, learned)
         test = Subset(test, held_back)
-    workers = min(_usable_cpus(), _MOST_WORKERS)
+    workers = min(usable_cpus(), _MOST_WORKERS)
     learn, judge = Loaded(train, workers, augmented), Loaded(test, workers)
     return Data(spec, learn, judge, classes, preprocessing)
 
@@ -119,7 +119,8 @@ def _read(folder: Path, transform: Any, color: str) -> Any:
         raise DataError(f"{folder} needs one folder of images per class: {error}") from error
 
 
-def _usable_cpus() -> int:
+def usable_cpus() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -178,6 +178,20 @@ def report_of(path: Path) -> Report:
     return Report(content if result is None else _with_result(content, result, path))
 
 
+def comparison(path: Path, names: Sequence[str]) -> Report:
+    """Return the report that compares runs in folders of a folder.
+
+    Args:
+        path: the folder, where the report is to be saved.
+        names: of the runs' folders in it.
+
+    Raises:
+        FileError: what a run has left is damaged.
+    """
+    runs = [(Path(name), report_of(path / name).content) for name in names]
+    return Report(_sweep_of(path.resolve().name, runs))
+
+
 def _runs_in(path: Path) -> list[tuple[Path, Content]]:
     """Return the runs in the folders of a folder, where there are several."""
     found = []
