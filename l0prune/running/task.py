@@ -105,6 +105,7 @@ LOSS, ERROR = "test_loss", "error"
 RECORD_KEYS = frozenset({
     "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "open", "dead",
     "budget", "doctor", "gates", "before", "fitted", "training_macs",
+    "nonzero",
 })  # fmt: skip
 
 

@@ -143,7 +143,7 @@ RATE = 500.0
 _FAR = 0.1
 _LARGEST = 1e6
 # Steps that gates go on as they did: Adam's first moment (β₁ = 0.9) is a mean over about so many.
-_AHEAD = 10
+AHEAD = 10
 
 
 class Budget:
@@ -311,14 +311,14 @@ class Budget:
                 gradient.copy_(self._block_coupling.mean(gradient))
         unit = 1 / self._balance.weight
         ahead = self._ahead(self._excess.float())
-        self.multipliers = _ascended(self.multipliers, ahead, self._rate, unit)
+        self.multipliers = ascended(self.multipliers, ahead, self._rate, unit)
         self._excess = None
         self.done += 1
 
     def _ahead(self, excess: Tensor) -> Tensor:
-        """The excess ``_AHEAD`` steps from now, if it goes on as since the last step."""
+        """The excess ``AHEAD`` steps from now, if it goes on as since the last step."""
         before, self._before = self._before, excess
-        return excess if before is None else excess + _AHEAD * (excess - before.to(excess))
+        return excess if before is None else excess + AHEAD * (excess - before.to(excess))
 
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
@@ -376,7 +376,7 @@ class Budget:
             )
 
 
-def _ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:
+def ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:
     """One step of ascent; 0 where the budget is met, or will be.
 
     A multiplier of one ``unit`` pulls at the gates as hard as the loss does. It grows in proportion

@@ -55,13 +55,7 @@ class GroupPenalty:
                 "compute, so that weights which shrink would say nothing of a slot: leave penalty "
                 "out and give lam or a budget, or train without input gates"
             )
-        z = gates.z()
-        if bool(((z > 0) & (z != 1)).any()):
-            raise UsageError(
-                "this model has gates that have learned, and a penalty on the weights of the same "
-                "slots cannot be added to them: leave penalty out, or ungate the model and gate it "
-                "anew"
-            )
+        check_unlearned(gates)
         self._groups = Groups(self._root, gates)
         if not bool(self._groups.usable.any()):
             raise UsageError("penalty has nothing to shrink: no weights of the gated slots learn")
@@ -80,11 +74,15 @@ class GroupPenalty:
         self._least = 1.0  # of sizes beside what is usual
         self.stand()
 
-    def _sizes(self) -> Tensor:
-        """t of each group, float32, at the size that the model has now."""
+    def _now(self) -> Groups:
+        """The groups at the size that the model has now."""
         if self._gates.kept is not self._groups.kept:
             self._groups = Groups(self._root, self._gates)
-        return (self._groups.sums(squares) / self._counts).sqrt()
+        return self._groups
+
+    def _sizes(self) -> Tensor:
+        """t of each group, float32."""
+        return (self._now().sums(squares) / self._counts).sqrt()
 
     def _usual(self, t: Tensor) -> Tensor:
         """For each slot the mean t of the open ones of its axis."""
@@ -95,16 +93,21 @@ class GroupPenalty:
                 found[axis.slice] = mean
         return found
 
-    @torch.no_grad()
     def stand(self) -> None:
         """Let all open gates be equally open: z is 1."""
-        gates = self._gates
-        starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
-        gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
+        stand(self._gates)
+
+    def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
+        """Before the optimizer's step of this number: nothing, for penalties that only shrink."""
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """After the optimizer's step of this number: shrink the groups, and close those at zero."""
+        """After the optimizer's step of this number: shrink the groups, and close those at zero.
+
+        Nothing while the weights settle.
+        """
+        if number >= self._phases.learning:
+            return
         pull = self._pull(number)
         if pull == 0 and self._budget is not None:
             return
@@ -223,13 +226,21 @@ class GroupPenalty:
         log_alpha.copy_(torch.where(slots, closed, log_alpha))
 
     @torch.no_grad()
-    def rank(self) -> None:
-        """Before the gates are fitted: open ones the further the larger their groups are."""
+    def rank(self) -> str:
+        """Before the gates are fitted: open ones the further the larger their groups are.
+
+        Returns what there is to say.
+        """
         gates = self._gates
         order = self._in_order(self._sizes(), gates.open()).to(gates.log_alpha.device)
         low, high = (gates.initial(p)[order] for p in _RANKS)
         part = torch.linspace(0, 1, len(order), dtype=low.dtype, device=low.device)
         gates.log_alpha[order] = (low + part * (high - low)).to(gates.log_alpha)
+        return ""
+
+    def record(self) -> dict[str, Any]:
+        """What belongs into a record of the run beside what gates have."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Usual sizes, and what is spared."""
@@ -240,6 +251,24 @@ class GroupPenalty:
         self._scale = state["scale"].to(self._scale)
         self._spared = None if (kept := state["spared"]) is None else kept.to(self._may_close)
         self._least = state["least"]
+
+
+def check_unlearned(gates: Gates) -> None:
+    """Raise UsageError for gates that multiply by anything but 0 and 1."""
+    z = gates.z()
+    if bool(((z > 0) & (z != 1)).any()):
+        raise UsageError(
+            "this model has gates that have learned, and a penalty on the weights of the same "
+            "slots cannot be added to them: leave penalty out, or ungate the model and gate it "
+            "anew"
+        )
+
+
+@torch.no_grad()
+def stand(gates: Gates) -> None:
+    """Let all open gates be equally open: z is 1."""
+    starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
+    gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
 
 
 class _Shrunk(NamedTuple):

@@ -40,6 +40,7 @@ class GateKeywords(TypedDict, total=False):
     gate_lr: float | None
     learn: bool | Literal["gates"]
     penalty: str | None
+    elements: float | None
     quantize: Literal["int8", "bits"] | None
     bits: Sequence[int]
     bits_lam: float
@@ -55,7 +56,7 @@ class DenseKeywords(TypedDict, total=False):
     batch_size: int
     accumulate: int
     lr: float
-    optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory
+    optimizer: Literal["adam", "adamw", "sgd", "gsm"] | OptimizerFactory
     momentum: float
     weight_decay: float
     schedule: Literal["settle", "constant", "cosine", "step"] | Schedule

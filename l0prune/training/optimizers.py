@@ -17,7 +17,7 @@ from l0prune.errors import UsageError
 from l0prune.exporting.slicing.tensors import Place
 from l0prune.running.processes import is_sharded
 from l0prune.training.phases import Phases
-from l0prune.training.settings import Settings
+from l0prune.training.settings import GSM, Settings
 
 Groups = list[dict[str, Any]]
 
@@ -31,7 +31,7 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     # One kernel for all tensors of a group, where their device and dtype have one.
     parameters = [p for group in groups for p in group["params"]]
     fused = all(map(_can_fuse, parameters))
-    if settings.optimizer != "sgd":
+    if settings.optimizer not in ("sgd", GSM):
         kind = Adam if settings.optimizer == "adam" else AdamW
         return [kind(groups, lr=settings.lr, fused=fused)]
     weights = [group for group in groups if group.get("name") != "gates"]

@@ -21,8 +21,8 @@ from l0prune.running.task import amounts
 from l0prune.training.averages import Followers, excess_of
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
+from l0prune.training.elements import penalty_of
 from l0prune.training.gate_terms import GateTerms, add_gradients
-from l0prune.training.group_penalty import GroupPenalty
 from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
@@ -204,12 +204,8 @@ class Pruner:
         fraction = self._settings.branch_freeze_fraction
         self._decision = Decision(self.gates, learning, fraction, self.budget)
         self.doctor = Doctor(self._terms, self.phases)
-        self._penalty = (
-            None
-            if self._settings.penalty is None
-            else GroupPenalty(
-                self.model, self.gates, self._settings, self._n, self.phases, self.budget
-            )
+        self._penalty = penalty_of(
+            self.model, self.gates, self._settings, self._n, self.phases, self.budget
         )
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
@@ -381,8 +377,8 @@ class Pruner:
         settles = self.phases.begins_to_settle(self.step)
         if settles:
             self.make_whole()
-            if self._penalty is not None:
-                self._penalty.rank()
+            if self._penalty is not None and (said := self._penalty.rank()):
+                self._say_it(said)
             self._terms.fit()
             if self._penalty is not None:
                 self._penalty.stand()
@@ -465,6 +461,7 @@ class Pruner:
         if self._drives_itself and self._pending == _CALLS:
             self._speak({"after_step": _NO_AFTER})
         if self._penalty is not None:
+            self._penalty.before(self.step, self.compaction.optimizers)
             return None
         if self._own is not None:
             self._own.hand_over()
@@ -485,7 +482,7 @@ class Pruner:
 
     def shrink(self) -> None:
         """After the optimizer's step, and before ``advance``: the penalty's part of the step."""
-        if self._penalty is not None and self.phase != "settle":
+        if self._penalty is not None:
             self._penalty.step(self.step, self.compaction.optimizers)
 
     def after_step(self) -> None:
@@ -562,7 +559,8 @@ class Pruner:
         ``training_macs`` is the share of MACs that the steps so far had, of what they would have
         had at the model's own size.
         """
-        return {**self._terms.record(), "training_macs": self._work / max(self.step, 1)}
+        own = {} if self._penalty is None else self._penalty.record()
+        return {**self._terms.record(), **own, "training_macs": self._work / max(self.step, 1)}
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: shares of the dense counts, and what the budgets are at.

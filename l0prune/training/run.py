@@ -27,13 +27,14 @@ from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
+from l0prune.training.gsm import default_decay
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner, planned
 from l0prune.training.quantizing import put_back_quantizer
-from l0prune.training.settings import GATES, DenseSettings, Settings, current_names
+from l0prune.training.settings import GATES, GSM, DenseSettings, Settings, current_names
 from l0prune.training.standing import Standing
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
@@ -50,6 +51,11 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
     for name in current_names(settings):
         if name in OF_GATES:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
+    if settings.get("optimizer") == GSM:
+        raise UsageError(
+            "optimizer='gsm' closes slots, and this model is trained without gates, which close "
+            "them: gate it with l0prune.gate, then finetune(…, optimizer='gsm', budget=…)"
+        )
     check_ungated(model)
     return _train(model, data, Settings.of(settings), None)
 
@@ -81,6 +87,9 @@ def _train_in(
         phases, pruner = Phases.dense(settings.epochs, feed.steps), None
     else:
         phases = _phases(settings, feed.steps)
+        if settings.penalty == GSM and "weight_decay" not in settings.model_fields_set:
+            decay = default_decay(settings.lr, settings.momentum, phases.learning)
+            settings = settings.model_copy(update={"weight_decay": decay})
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
     folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)

@@ -40,6 +40,7 @@ else:
 
 STARTS = (AUTO, ALIKE) = ("auto", "alike")
 GATES = "gates"  # what learns, where weights stand
+GSM = "gsm"  # an optimizer that is a penalty
 NOTHING_SETTLES = (
     "with learn='gates' the weights stand, so that there is nothing to settle: leave settle out. "
     "l0prune.compensate(model, inputs) changes the weights afterwards"
@@ -178,8 +179,17 @@ class GateSettings(_Declared):
     penalty: str | None = Field(
         None,
         description="A penalty on the weights of each slot in place of gates that learn: "
-        "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, or your "
-        "own. Its strength is λ or a budget. A slot whose weights have become zero is closed.",
+        "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, gsm (see "
+        "``optimizer``), or your own. Its strength is λ or a budget. A slot whose weights have "
+        "become zero is closed.",
+    )
+    elements: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="The penalty acts on single weights, of which this share may stay non-zero: "
+        "0.02, or 1 for as many as λ leaves. Files stay dense, since zeros are stored; slots whose "
+        "weights are all zero are cut. None for whole slots.",
     )
     quantize: Literal["int8", "bits"] | None = Field(
         None,
@@ -288,6 +298,11 @@ class GateSettings(_Declared):
     @model_validator(mode="after")
     def _penalty_or_gates(self) -> Self:
         if self.penalty is None:
+            if self.elements is not None:
+                raise UsageError(
+                    "elements says what a penalty acts on, and there is none: give "
+                    "penalty='trimmed-l1', or optimizer='gsm'"
+                )
             return self
         for name in ("prior", "l2", "gate_lr"):
             if getattr(self, name):
@@ -300,10 +315,21 @@ class GateSettings(_Declared):
                 f"bits are learned by gates, and penalty={self.penalty!r} is in the place of these:"
                 " leave one of the two out"
             )
-        if self.lam is None and self.budget is None:
+        is_bounded = self.budget is not None or (self.elements or 1) < 1
+        if self.elements is not None and (self.budget is not None or self.rounds):
+            raise UsageError(
+                "budgets and widths are of slots, and elements is of single weights, which files "
+                "keep as zeros: leave one of the two out"
+            )
+        if self.penalty == GSM and (self.lam is not None or not is_bounded):
+            raise UsageError(
+                "gsm has no price: a budget, such as macs=0.5, says how many slots the loss "
+                "reaches, or elements=0.02 how many weights. Leave lam out, and give one of them"
+            )
+        if self.lam is None and not is_bounded:
             raise UsageError(
                 f"penalty={self.penalty!r} needs a strength: lam=1e-4 (a price of each weight's "
-                "size, in units of the loss), or a budget such as macs=0.5"
+                "size, in units of the loss), a budget such as macs=0.5, or elements=0.02"
             )
         return self
 
@@ -350,18 +376,23 @@ class DenseSettings(_Declared):
         "need less memory. Each is a forward with gates of its own.",
     )
     lr: float = Field(1e-3, ge=0, le=LARGEST, description="Learning rate of the weights.")
-    optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory = Field(
+    optimizer: Literal["adam", "adamw", "sgd", "gsm"] | OptimizerFactory = Field(
         "adam",
-        description="Optimizer of the weights: adam, adamw or sgd. With sgd the gates have Adam, "
-        "since their gradients are too small for plain descent. In Python also a function that "
-        "takes the parameter groups of both and returns one optimizer.",
+        description="Optimizer of the weights: adam, adamw, sgd or gsm. With sgd the gates have "
+        "Adam, since their gradients are too small for plain descent. gsm is sgd with penalty=gsm, "
+        "in place of gates that learn: the loss reaches the slots that matter most at each step, "
+        "and momentum of weight decay lets all others go to zero; its learning rate is that of "
+        "SGD, such as 0.03. In Python also a function that takes the parameter groups of both and "
+        "returns one optimizer.",
     )
     momentum: float = Field(0.9, ge=0, le=LARGEST, description="Momentum of SGD.")
     weight_decay: float = Field(
         0.0,
         ge=0,
         le=LARGEST,
-        description="Weight decay of the weights. Gates are never decayed.",
+        description="Weight decay of the weights. Gates are never decayed. With gsm, unless it is "
+        "given, it is such that slots which only decay shrink by e^-10 before all settles, and at "
+        "most 0.01.",
     )
     schedule: Literal["settle", "constant", "cosine", "step"] | Schedule = Field(
         "settle",
@@ -549,6 +580,21 @@ class Settings(DenseSettings, GateSettings):
         description="Epochs, or a part of one, at the end with fixed gates, by default 30 % of the "
         "steps. The weights recover then. Where there are budgets it is one step at least.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gsm_is_both(cls, given: Any) -> Any:
+        """The optimizer of this name and the penalty are one."""
+        if GSM not in (given.get("optimizer"), given.get("penalty")):
+            return given
+        pair = {"optimizer": GSM, "penalty": GSM, **given}
+        optimizer = pair["optimizer"]
+        if pair["penalty"] != GSM or not (callable(optimizer) or optimizer in (GSM, "sgd")):
+            raise UsageError(
+                "gsm is SGD whose momentum closes slots, in the place of any other penalty or "
+                "optimizer: give optimizer='gsm' alone"
+            )
+        return pair
 
     @field_validator("start")
     @classmethod

@@ -31,7 +31,8 @@ class Shrinkage(Protocol):
     """A penalty, as its proximal operator.
 
     One that spares the largest groups has an attribute ``spares``, the share of them without a
-    budget; one that only closes groups, as a projection, has ``projects = True``.
+    budget; one that only closes groups, as a projection, has ``projects = True``; and one under
+    which the loss reaches the most salient groups alone has ``masks = True`` (``gsm``).
     """
 
     name: ClassVar[str]
@@ -220,3 +221,17 @@ class L0Projection:
     def shrunk(self, t: Tensor, tau: Tensor, scale: Tensor) -> Tensor:
         """See ``Shrinkage``."""
         return torch.where(t.square() > 2 * tau * scale, t, 0.0)
+
+
+@register
+@dataclass(frozen=True)
+class GlobalSparseMomentum:
+    """Only the most salient groups have the loss' gradient, all others decay by momentum (Ding et
+    al. 2019; ``gsm``). One that has become faint beside s is 0: x is t where t > s/1000, else 0."""
+
+    name: ClassVar[str] = "gsm"
+    masks: ClassVar[bool] = True
+
+    def shrunk(self, t: Tensor, tau: Tensor, scale: Tensor) -> Tensor:
+        """See ``Shrinkage``; whatever the pull, since it is the optimizer that decays."""
+        return torch.where(t > 1e-3 * scale, t, 0.0)

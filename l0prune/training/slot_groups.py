@@ -18,11 +18,14 @@ from l0prune.running.processes import is_sharded
 
 
 class Part(NamedTuple):
-    """A parameter, one of its dims, and the slots at each position of it, ``(factors, size)``."""
+    """A parameter, one of its dims, the slots at each position of it, ``(factors, size)``, and
+    whether their gates multiply it.
+    """
 
     parameter: nn.Parameter
     dim: int
     table: Tensor
+    is_read: bool
 
     def along(self, values: Tensor) -> Tensor:
         """Values of each position, shaped to broadcast against the parameter."""
@@ -62,7 +65,8 @@ class Groups:
                     table = plan.gate_table(layout)
                     if self.kept is not None:
                         table = table[:, plan.mask(layout, self.kept)]
-                    self.parts.append(Part(parameter, dim, table.to(device)))
+                    is_read = (name, dim) in sites
+                    self.parts.append(Part(parameter, dim, table.to(device), is_read))
                     held.add((name, dim))
         usable = ~switches_of(plan)
         for site in plan.sites:
@@ -120,11 +124,14 @@ class Metric:
         self.is_adaptive = any("exp_avg_sq" in state for _, state in self._of.values())
 
     def of(self, part: Part) -> Tensor:
-        """h of each element of the part's parameter, float32, of its shape or a single number."""
-        key = id(part.parameter)
-        if key not in self._known:
-            self._known[key] = self._computed(part.parameter)
-        return self._known[key]
+        """h of each element of the part's parameter, float32, of its shape."""
+        return self.at(part.parameter)
+
+    def at(self, parameter: nn.Parameter) -> Tensor:
+        """h of each element of a parameter, float32, of its shape."""
+        if id(parameter) not in self._known:
+            self._known[id(parameter)] = self._computed(parameter)
+        return self._known[id(parameter)]
 
     def _computed(self, parameter: nn.Parameter) -> Tensor:
         if id(parameter) not in self._of:
