@@ -22,16 +22,22 @@ from l0prune.cli.recipe_run import run
 from l0prune.training.shrinkage import names
 
 GATES = {"gates": (), "gates-alike": ("finetune.start=alike",)}
-# An optimizer of its own: SGD, whose decay is chosen by the number of steps.
-GSM = ("finetune.optimizer=gsm", "finetune.weight_decay=")
 SHORT = ("finetune.budget=macs=0.25", "finetune.epochs=15")  # of the default recipe
+
+
+def _settings(row: str, recipe: str) -> tuple[str, ...]:
+    """What a row sets; gsm is SGD, with its rate, and its decay is chosen by the steps."""
+    if row != "gsm":
+        return GATES.get(row, (f"finetune.penalty={row}",))
+    known = load(recipe, []).finetune
+    rate = () if known.get("optimizer") == "sgd" else ("finetune.lr=0.03",)
+    decay = ("finetune.weight_decay=",) if "weight_decay" in known else ()
+    return ("finetune.optimizer=gsm", *rate, *decay)
 
 
 def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str, Any]:
     """Do the recipe with one penalty, from the dense network of the rows before."""
-    own = GSM if row == "gsm" else GATES.get(row, (f"finetune.penalty={row}",))
-    if row == "gsm" and recipe == "digits-resnet":
-        own += ("finetune.lr=0.03",)  # in place of Adam's
+    own = _settings(row, recipe)
     folder = out / row
     folder.mkdir(parents=True, exist_ok=True)
     if (dense := out / "dense.pt").exists() and not (folder / "dense.pt").exists():

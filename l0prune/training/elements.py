@@ -106,7 +106,8 @@ class ElementPenalty:
         """How many weights may stay at this step."""
         length = self._ramp * self._phases.learning
         passed = min(1.0, number / length) if length else 1.0
-        return max(1, round(self._share**passed * self._total))
+        share: float = self._share**passed
+        return max(1, round(share * self._total))
 
     def _sizes(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """|w| beside what is usual of its parameter, float32."""
