@@ -144,6 +144,13 @@ def copy_all_(targets: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_copy_(targets, values)
 
 
+def filled(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return whole numbers on a device, handed to a kernel so that a CUDA graph may record it."""
+    result = torch.zeros(len(values), dtype=torch.int64, device=device)
+    torch._foreach_add_(result.unbind(), values)
+    return result
+
+
 CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
 """Function in which a layer of torch compares a mask's values with the causal mask's."""
 

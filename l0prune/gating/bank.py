@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError, warn_renamed
+from l0prune.gating.compiled_products import CompiledProducts
 from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.kinds.base import AtTemperature, Gate, LearnsTemperature
 from l0prune.gating.multipliers import Current, GateValues, Spreader
@@ -410,6 +411,8 @@ class Gates(nn.Module):
         for begin, places in zip(self._spreader.begins, self._by_layout, strict=True):
             for place in places:
                 place.begin = begin
+        sites = [(site.tensor, self.multiplier(site), site.dim) for site in self.plan.sites]
+        self._compiled = CompiledProducts(sites)
 
     def forward(self, x: Any) -> Any:
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
@@ -423,8 +426,12 @@ class Gates(nn.Module):
                 self._compute()
             self._now.in_forward = True
             assert self._now.spread is not None
+            if torch.compiler.is_compiling():
+                if model is not None:
+                    self.products.given(self._compiled.made(model, self._now.spread))
+                return
             self.products.begin(self._now.spread)
-            if model is not None and not torch.compiler.is_compiling():
+            if model is not None:
                 self._now.note_own(model)
 
     def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:

@@ -175,7 +175,7 @@ def _make_class(
     members: dict[str, Any] = {name: _gated_tensor(name) for name in names}
     members |= {name: _gated_list(name) for name in lists}
     if "weight" in names and (forward := forward_of(original)) is not None:
-        members["forward"] = forward
+        members |= {"forward": forward, "_l0prune_casts": True}  # to what autocast wants
     if holds_bank and hasattr(original, "__len__"):
         members |= _container_methods(original, gated_class(original, names, lists, False))
     if hasattr(original, "__deepcopy__"):

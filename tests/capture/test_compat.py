@@ -202,6 +202,11 @@ def test_many_tensors_are_averaged_and_copied_at_once():
     assert all(map(torch.equal, averages, values))
 
 
+def test_whole_numbers_get_to_a_device_exactly():
+    values = [2**62 + 1, 2**53 + 1, 0, 7]
+    assert compat.filled(values, torch.device("cpu")).tolist() == values
+
+
 def test_torch_takes_operators_apart_on_fake_tensors():
     recipes = compat.core_aten_decompositions()
     with compat.enable_python_dispatcher():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,33 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from triton_here import DEVICE, HAS_GPU, why_not
 
 import l0prune
 from l0prune.errors import L0pruneWarning
 from l0prune.gating import products
 from l0prune.gating.multipliers import GateValues
-from l0prune.gating.products import GatedWeights, Table, line_of
+from l0prune.gating.products import GatedWeights
+from l0prune.gating.weight_tables import Table, line_of
 from l0prune.training.compaction import Compaction
 
 RUNS_ON = products.runs_on  # which the tests replace
-HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-
-
-@functools.cache
-def why_not() -> str:
-    """Reason why Triton does not run here: an older one cannot interpret with a newer NumPy."""
-    pytest.importorskip("triton")
-    assert products.kernels() is not None
-    case = Case((2, 3), (0,), last=False)
-    table = Table([line(case.weight, *case.sites(0))], DEVICE)
-    try:
-        GatedWeights.apply(table, case.z.requires_grad_(), case.weight)[0].sum().backward()
-    except Exception as error:
-        if HAS_GPU or "0-dimensional arrays" not in str(error):
-            raise
-        return f"this Triton's interpreter does not run with this NumPy: {error}"
-    return ""
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,180 @@
+"""Products of all gated weights of a model as one operator of the graph that torch.compile makes.
+
+The compiler makes kernels of its own for each product and for each sum of its gates' gradient. So
+the forward that is traced begins as one that is not: one operator multiplies all weights, another
+takes all gradients, each a launch or a few of the same kernels. Which weights, and where in the
+multipliers their gates begin, is found while the compiler traces, and stands in the graph as text.
+
+A CUDA graph may record both: the table is on the device before, no address stays for longer than a
+call, and weights are found by addresses that a kernel writes as it was given them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from l0prune.capture.compat import filled
+from l0prune.gating.multipliers import LINK, GateValues
+from l0prune.gating.products import Made, autocast_dtype, is_joined, runs_on
+from l0prune.gating.weight_tables import Line, Table, flat, line_of, parts
+
+
+@cache
+def table_of(lines: str, of: torch.dtype, dtype: torch.dtype, device: torch.device) -> Table:
+    """Return the table of some lines; it stays, since a CUDA graph may have recorded where it is.
+
+    Args:
+        lines: the numbers of each, as JSON.
+        of: dtype of the weights.
+        dtype: of their products.
+        device: of both.
+    """
+    found = [Line(lambda: None, (), dtype, (of,), *numbers) for numbers in json.loads(lines)]
+    return Table(found, device)
+
+
+def _addresses(weights: Sequence[Tensor]) -> Tensor:
+    return filled([weight.data_ptr() for weight in weights], weights[0].device)
+
+
+@torch.library.custom_op("l0prune::multiply", mutates_args=())
+def multiply(z: Tensor, weights: Sequence[Tensor], lines: str, dtype: torch.dtype) -> Tensor:
+    """Return W ∘ z of all weights, one after another.
+
+    Shape: z flat; weights of one dtype, each as its line of ``table_of`` says.
+    """
+    (group,) = table_of(lines, weights[0].dtype, dtype, z.device).groups
+    return group.multiply(z, _addresses(weights))
+
+
+@torch.library.custom_op("l0prune::differentiate", mutates_args=())
+def differentiate(
+    z: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], lines: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of all weights, one after another, and that of z.
+
+    Shape: as for ``multiply``; grads as the weights.
+    """
+    table = table_of(lines, weights[0].dtype, dtype, z.device)
+    (group,) = table.groups
+    partial = torch.empty(table.partial, dtype=z.dtype, device=z.device)
+    grad = flat(grads, weights, dtype)
+    return group.differentiate(z, _addresses(weights), grad, partial), table.add_up(partial, z)
+
+
+@multiply.register_fake
+def _(z: Tensor, weights: Sequence[Tensor], lines: str, dtype: torch.dtype) -> Tensor:
+    return z.new_empty(sum(weight.numel() for weight in weights), dtype=dtype)
+
+
+@differentiate.register_fake
+def _(
+    z: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], lines: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    count = sum(weight.numel() for weight in weights)
+    return z.new_empty(count, dtype=weights[0].dtype), torch.empty_like(z)
+
+
+class CompiledWeights(Function):
+    """``GatedWeights`` of one dtype in a graph, by operators that the compiler does not look into.
+
+    Their results are one tensor each, since an operator may return none that share memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, lines: str, dtype: torch.dtype, z: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Shape: z flat, the multipliers of all layouts; each product as its weight."""
+        ctx.lines, ctx.dtype = lines, dtype
+        ctx.save_for_backward(z, *weights)
+        return tuple(parts(multiply(z, weights, lines, dtype), weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Shape: grads as the products; what comes back as the arguments."""
+        z, *weights = ctx.saved_tensors
+        of_weights, of_z = differentiate(z, weights, grads, ctx.lines, ctx.dtype)
+        return None, None, of_z, *parts(of_weights, weights)
+
+
+# Of a weight that is read: the name of its tensor, shape, strides, dtype, and that of its product.
+Form = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype]
+# Of weights that one operator multiplies: their names, their lines as text, and dtype of products.
+Launch = tuple[tuple[str, ...], str, torch.dtype]
+
+
+class CompiledProducts:
+    """What multiplies the gated tensors of a model whose forward is traced.
+
+    It is another object whenever multipliers have come to stand elsewhere.
+    """
+
+    def __init__(self, sites: Sequence[tuple[str, GateValues, int]]) -> None:
+        """Args: sites: name of the tensor, its multipliers, and along which dim they act."""
+        self._sites: dict[str, list[tuple[GateValues, int]]] = {}
+        for name, values, dim in sites:
+            self._sites.setdefault(name, []).append((values, dim))
+
+    def made(self, model: nn.Module, z: Tensor) -> dict[int, Made]:
+        """Return the products of a forward that begins, each by its weight; traced.
+
+        Shape: z flat, the multipliers of all layouts.
+        """
+        if not self.act(z.device):
+            return {}
+        id(self)  # the compiler guards what it was asked of, and compiles anew for another object
+        weights: dict[str, Tensor] = {}
+        forms: list[Form] = []
+        for path, name in self.places():
+            module = model.get_submodule(path)
+            weight, link = module._parameters.get(name), module.__dict__.get(LINK)
+            if weight is None or link is None or name in link.scales or weight.device != z.device:
+                continue
+            dtype = weight.dtype
+            if hasattr(type(module), "_l0prune_casts") and not link.quantizes(name):
+                cast = None if dtype == torch.float64 else autocast_dtype(weight.device)
+                dtype = cast or dtype
+            weights[f"{path}.{name}"] = weight
+            forms.append((f"{path}.{name}", weight.shape, weight.stride(), weight.dtype, dtype))
+        found: dict[int, Made] = {}
+        for names, lines, dtype in self.launches(tuple(forms), z.device, z.dtype):
+            own = [weights[name] for name in names]
+            products = CompiledWeights.apply(lines, dtype, z, *own)
+            found |= {id(w): (w, None, product) for w, product in zip(own, products, strict=True)}
+        return found
+
+    @torch.compiler.assume_constant_result
+    def act(self, device: torch.device) -> bool:
+        """Return whether the kernels run on the device, and for a graph that trains alone."""
+        return runs_on(device) and not (torch.compiler.is_exporting() or is_joined())
+
+    @torch.compiler.assume_constant_result
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Return path of the module and attribute of each gated tensor."""
+        return tuple((path, leaf) for path, _, leaf in (n.rpartition(".") for n in self._sites))
+
+    @torch.compiler.assume_constant_result
+    def launches(
+        self, forms: tuple[Form, ...], device: torch.device, of_z: torch.dtype
+    ) -> tuple[Launch, ...]:
+        """Return what one operator multiplies at once, and bring its table to the device."""
+        groups: dict[tuple[torch.dtype, torch.dtype], dict[str, Line]] = {}
+        for name, shape, stride, of, dtype in forms:
+            like = torch.empty_strided(shape, stride, dtype=of, device="meta")
+            line = line_of(like, self._sites[name.removeprefix(".")], dtype)
+            if line is not None and torch.promote_types(of, of_z) == of_z:
+                groups.setdefault((of, dtype), {})[name] = line
+        found = []
+        for (of, dtype), lines in groups.items():
+            text = json.dumps([line.numbers for line in lines.values()])
+            table_of(text, of, dtype, device)
+            found.append((tuple(lines), text, dtype))
+        return tuple(found)

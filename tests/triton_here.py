@@ -1,0 +1,33 @@
+"""Whether Triton's kernels run here: on a GPU, or in its interpreter."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from l0prune.gating import products
+from l0prune.gating.multipliers import GateValues
+from l0prune.gating.products import GatedWeights
+from l0prune.gating.weight_tables import Table, line_of
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@functools.cache
+def why_not() -> str:
+    """Reason why Triton does not run here: an older one cannot interpret with a newer NumPy."""
+    pytest.importorskip("triton")
+    assert products.kernels() is not None
+    weight, z = (torch.ones(shape, device=DEVICE, requires_grad=True) for shape in ((2, 3), 2))
+    line = line_of(weight, [(GateValues(), 0)], weight.dtype)
+    assert line is not None
+    try:
+        GatedWeights.apply(Table([line], DEVICE), z, weight)[0].sum().backward()
+    except Exception as error:
+        if HAS_GPU or "0-dimensional arrays" not in str(error):
+            raise
+        return f"this Triton's interpreter does not run with this NumPy: {error}"
+    return ""
