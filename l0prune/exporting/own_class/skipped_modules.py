@@ -88,7 +88,8 @@ def _of(call: Call) -> Called:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
+    # Nested tensors, which torch packs padded sequences in, have no sizes.
+    return tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else None
 
 
 _POOLS = tuple(f"aten.{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3))
