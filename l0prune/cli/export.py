@@ -66,6 +66,13 @@ InInt8 = Annotated[
         "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
     ),
 ]
+Compensated = Annotated[
+    bool,
+    typer.Option(
+        "--compensate/--no-compensate",
+        help="With --int8: try weights that make up for the rounding, and keep them if they do.",
+    ),
+]
 Dtype = Annotated[
     Literal["float16", "bfloat16"] | None,
     typer.Option(help="Write MODEL.float16.onnx (or bfloat16) beside the ONNX file."),
@@ -112,6 +119,7 @@ def export(
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
+    compensate: Compensated = True,
     dtype: Dtype = None,
     half_io: HalfIo = False,
     exits: Exits = None,
@@ -165,6 +173,7 @@ def export(
                 opset=opset,
                 external_data=external_data,
                 int8=examples,
+                compensate=compensate,
                 dtype=dtype,
                 half_io=half_io,
             )

@@ -288,6 +288,7 @@ class Export:
         threads: int = 1,
         opset: int | None = None,
         int8: Any = None,
+        compensate: bool = True,
         dtype: str | None = None,
         half_io: bool = False,
         external_data: bool = False,
@@ -316,6 +317,9 @@ class Export:
                 iterable of such. The certificate is about the file in float32; what eight bits
                 change is measured (``int8`` of the export, which the metadata of the second file
                 carries), and warned of where it is much or where nothing is gained.
+            compensate: with ``int8``, whether weights that make up for the rounding are tried, by
+                the least squares of ``l0prune.compensate``; they are in the file where the error on
+                held-out inputs is less with them (``int8.compensated``).
             dtype: write ``model.float16.onnx`` (or ``bfloat16``) beside ``model.onnx``, too: its
                 weights and operators in 16 bits. The certificate is about the file in float32; what
                 16 bits change is computed on the certificate's inputs, operator by operator
@@ -386,7 +390,14 @@ class Export:
                 small = eight_bits.path_of(file)
                 written[small] = stack.enter_context(replacement(small))
                 self.int8 = eight_bits.write_int8(
-                    unfinished, written[small], int8, piece, facts, threads, self.ranges
+                    unfinished,
+                    written[small],
+                    int8,
+                    piece,
+                    facts,
+                    threads,
+                    self.ranges,
+                    compensates=compensate,
                 )
             if dtype is not None:
                 (file, unfinished), piece = next(iter(written.items())), self._made.pieces[0]

@@ -74,6 +74,10 @@ class Moments:
             setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
 
+    def bias(self, weight: Tensor) -> Tensor:
+        """Return the best bias beside a weight, μ_y − μ_x W."""
+        return (self.y - (self.x[:, None] @ weight)[:, 0]) / self.count
+
     def about(self, *, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return C_xx, C_xy and the diagonal of C_yy, about the mean or about zero."""
         count = self.count
@@ -85,6 +89,22 @@ class Moments:
             self.xy / count - x[:, :, None] * y[:, None],
             self.yy / count - y.square(),
         )
+
+
+def left_of(about: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
+    """Return the mean square of what a weight leaves of each output, with the best bias.
+
+    Args:
+        about: what ``Moments.about`` returns; about zero there is no bias.
+    """
+    c_xx, c_xy, c_yy = about
+    return c_yy + ((c_xx @ weight) * weight).sum(1) - 2 * (weight * c_xy).sum(1)
+
+
+def damping(c_xx: Tensor, strength: float) -> Tensor:
+    """Return λ·D; of inputs that are always zero λ alone, so that the sum is not singular."""
+    diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
+    return strength * torch.where(diagonal > 0, diagonal, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +138,11 @@ def solve(
 
     Shape: everything float64.
     """
-    c_xx, c_xy, c_yy = held.about(mean=has_bias)
-    scale = c_yy.clamp(min=1e-30)
+    about = held.about(mean=has_bias)
+    scale = about[2].clamp(min=1e-30)
 
     def error(weight: Tensor) -> Tensor:
-        fitted = ((c_xx @ weight) * weight).sum(1) - 2 * (weight * c_xy).sum(1)
-        return c_yy + fitted
+        return left_of(about, weight)
 
     tried: list[tuple[float | None, Tensor]] = [(None, error(prior))]
     for strength in DAMPING if prior.shape[1] < _LARGE else _FEWER:
@@ -142,16 +161,13 @@ def solve(
             if weight is not None:
                 result = torch.where(chosen[:, None], weight, result)
                 left = torch.where(chosen, errors, left)
-    bias = torch.zeros_like(both.y)
-    if has_bias:
-        bias = both.y / both.count - ((both.x / both.count)[:, None] @ result)[:, 0]
+    bias = both.bias(result) if has_bias else torch.zeros_like(both.y)
     return Solution(result, bias, float(left.clamp(min=0).sum() / scale.sum()))
 
 
 def _ridge(c_xx: Tensor, c_xy: Tensor, prior: Tensor, strength: float) -> Tensor | None:
     """W_λ; None where the damped matrix is singular."""
-    diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
-    damp = strength * torch.where(diagonal > 0, diagonal, 1.0)
+    damp = damping(c_xx, strength)
     damped = c_xx.clone()
     damped.diagonal(dim1=1, dim2=2).add_(damp)
     factor, info = torch.linalg.cholesky_ex(damped)

@@ -267,6 +267,8 @@ def test_what_is_not_gained_is_said():
     good = Int8(MINMAX, 12, 4, {"y": 0.02}, {"y": 1.0}, (), (), times)
     assert good.warnings == []
     assert str(good).startswith("y 2.00% from float32, the same largest score in 100.0% (4 exam")
+    assert "(2.50% without)" in str(replace(good, compensated=(0.025, 0.02)))
+    assert "without" not in str(replace(good, compensated=(0.025, 0.026)))
     slow = replace(good, times=replace(times, small=(1.99,) * 8))
     assert "not faster than the one in float32: 2 → 1.99 ms" in slow.warnings[0]
     bad = replace(good, errors={"y": 0.3}, costly=(("stem", 0.2),), has_vnni=False)

@@ -34,10 +34,14 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     error = relative_error([tuple(run_onnx(path, unseen)[0].numpy() for path in (plain, small))])
     assert np.isclose(recorded["errors"]["output"], error, rtol=1e-3)
     assert 0 < error < 0.05
+    assert np.isclose(min(recorded["compensated"]), error, rtol=1e-3)
     assert "In int8: output" in _shown(dense)
+    assert ("rounding compensated" in _shown(dense)) == dense.int8.is_compensated
     content = dense.report().content
     assert "In int8: output" in content.notes
     assert content.gain.bytes.after == plain.stat().st_size
+    dense.save_onnx(plain, int8=x, compensate=False)
+    assert dense.int8.compensated is None
 
 
 def _shown(dense):

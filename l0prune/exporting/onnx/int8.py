@@ -75,6 +75,8 @@ class Int8:
         tested: test examples.
         has_vnni: whether the processor multiplies and adds bytes in one instruction.
         bits: of the weights and of the input of each layer, by path, where they were learned.
+        compensated: the largest error without and with weights that make up for the rounding; the
+            file has the better ones. None where they were not tried.
     """
 
     method: str
@@ -89,6 +91,12 @@ class Int8:
     tested: int = 0
     has_vnni: bool = True
     bits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    compensated: tuple[float, float] | None = None
+
+    @property
+    def is_compensated(self) -> bool:
+        """Whether the file has weights that make up for the rounding."""
+        return self.compensated is not None and self.compensated[1] < self.compensated[0]
 
     @property
     def warnings(self) -> list[str]:
@@ -122,6 +130,8 @@ class Int8:
         kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
         bits = ", ".join(f"{path} {weight}/{read}" for path, (weight, read) in self.bits.items())
         parts += [f"bits of weights/inputs {bits}"] if bits else []
+        if self.compensated is not None and self.is_compensated:
+            parts += [f"rounding compensated ({self.compensated[0]:.2%} without)"]
         return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {self.times}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,6 +171,8 @@ def write_int8(
     facts: Mapping[str, str],
     threads: int,
     ranges: Ranges | None = None,
+    *,
+    compensates: bool = True,
 ) -> Int8:
     """Write the int8 file of a file in float32, and compare the two.
 
@@ -173,6 +185,8 @@ def write_int8(
             as that of the other file.
         threads: that a call may use when it is timed.
         ranges: that the network was trained with, which the file then has; None to choose them.
+        compensates: whether weights that make up for the rounding are tried; see ``compensation``.
+            Those of a training that knew of eight bits stay as they are.
 
     Raises:
         UsageError: the weights lie beside the file; the inputs are not such as it takes, or few.
@@ -189,7 +203,7 @@ def write_int8(
             made = quantized(onnx.load(str(path)), ranges, there)
             method, search, seen = TRAINED, None, []
         else:
-            search = _searched(path, seen, comparison, Path(folder))
+            search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
             made, method = search.made(), search.method
         target.write_bytes(made.SerializeToString())
         found = collect.Network(target, threads, collect.CPU)
@@ -218,19 +232,25 @@ def write_int8(
         tested=tested,
         has_vnni=has_dot_products(),
         bits={} if ranges is None else ranges.by_layer,
+        compensated=None if search is None else search.compensated,
     )
     own = {"batch": piece.takes, "int8": json.dumps(about_it.to_dict())}
     describe_beside(target, facts, own)
     return about_it
 
 
-def _searched(path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path) -> Search:
-    """Calibrate a file, and choose what of it stays in float32."""
+def _searched(
+    path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path, *, compensates: bool
+) -> Search:
+    """Calibrate a file, choose what of it stays in float32, and make up for the rounding."""
     with stage("calibrating the int8 file"):
         quantizer = Quantizer.of(path, seen, folder)
     with stage("choosing what of it stays in float32"):
         search = Search(quantizer, comparison, folder / "tried.onnx")
         search.run()
+    if compensates:
+        with stage("making up for the rounding"):
+            search.compensate(seen)
     return search
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from onnx import ModelProto
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.compensation import compensated
 from l0prune.exporting.onnx.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
 _SMALL = 0.05  # an error that needs no search for what makes it
@@ -124,12 +126,14 @@ class Search:
     """Search for the method of calibration, and for what stays in float32, by the least error.
 
     First kinds of operators that do not multiply are tried, such as the sums of a residual stream,
-    then layers one by one.
+    then layers one by one. ``compensate`` then tries weights that make up for the rounding.
 
     Attributes:
         method: of calibration.
         kept: what stays in float32, in words.
         costly: the layers that cost most, with the error of each alone.
+        compensated: the error without and with weights that make up for the rounding; None where
+            they were not tried.
     """
 
     def __init__(self, quantizer: Quantizer, comparison: Comparison, path: Path) -> None:
@@ -138,10 +142,12 @@ class Search:
         self.method = METHODS[0]
         self.kept: list[str] = []
         self.costly: list[tuple[str, float]] = []
+        self.compensated: tuple[float, float] | None = None
+        self._better: ModelProto | None = None
 
-    def made(self) -> Any:
+    def made(self) -> ModelProto:
         """Return the file that was chosen."""
-        return self._quantizer.quantized(self.method, self._nodes)
+        return self._better or self._quantizer.quantized(self.method, self._nodes)
 
     def run(self) -> None:
         """Search."""
@@ -150,8 +156,17 @@ class Search:
         if error > _SMALL:
             self._keep_layers(error)
 
+    def compensate(self, feeds: Sequence[Feed]) -> None:
+        """Take weights that make up for the rounding, where the error is less with them."""
+        plain = self.made()
+        better = compensated(self._quantizer.model, plain, feeds)
+        self.compensated = self._error_of(plain), self._error_of(better)
+        self._better = better if self.compensated[1] < self.compensated[0] else plain
+
     def _error(self, nodes: Collection[str], method: str = "", calls: int | None = None) -> float:
-        model = self._quantizer.quantized(method or self.method, nodes)
+        return self._error_of(self._quantizer.quantized(method or self.method, nodes), calls)
+
+    def _error_of(self, model: ModelProto, calls: int | None = None) -> float:
         self._path.write_bytes(model.SerializeToString())
         return self._comparison.worst(collect.Network(self._path, 0, collect.CPU), calls)
 
