@@ -210,6 +210,38 @@ def leave_to_ddp(module: nn.Module, names: Sequence[str]) -> None:
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = list(names)
 
 
+def unshard_modules(model: nn.Module) -> None:
+    """Undo ``fully_shard`` on a model and all modules of it, but for their parameters.
+
+    These are left as shards, in the places where the modules keep their parameters.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for module in model.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(mark, None)
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                handles += group._module_to_pre_save_state_dict_hook_handle.values()
+                handles += group._module_to_pre_load_state_dict_hook_handle.values()
+                handles += (each._post_load_hook_handle for each in group.fsdp_params)
+        for handle in handles:
+            handle.remove()
+        for key in (STATE_KEY, REGISTRY_KEY):
+            module.__dict__.pop(key, None)
+        _module_state_mapping.pop(module, None)
+        module.__class__ = type(module).__mro__[type(module).__mro__.index(FSDPModule) + 1]
+
+
 def first_to_set(key: str, value: str) -> str:
     """Set a key of the processes' common store if nobody has; return its value.
 

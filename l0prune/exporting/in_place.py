@@ -154,7 +154,7 @@ class Cut:
             within(path, name) for path, layer in form.layers.items() for name in layer.buffers
         }
         self._before: list[_Before] = []
-        self._stopped: list[nn.Parameter] = []
+        self._stopped: list[str] = []  # names of parameters
         try:
             self._resize(tensors)
             self._stop(tensors)
@@ -214,7 +214,7 @@ class Cut:
                 continue
             if not self.places[name].small.numel():
                 tensor.requires_grad_(False)
-                self._stopped.append(tensor)
+                self._stopped.append(name)
 
     def _reform(self, form: Form) -> None:
         scales = _scales(self._root, form)
@@ -266,10 +266,11 @@ class Cut:
         for before in reversed(self._before):
             _restore(before)
         self._before = []
-        for parameter in self._stopped:
-            parameter.requires_grad_()
+        tensors = self._tensors()
+        for name in self._stopped:
+            tensors[name].requires_grad_()
         self._stopped = []
-        for name, tensor in self._tensors().items():
+        for name, tensor in tensors.items():
             if tensor.shape != self.places[name].shape:
                 whole, grad = self.in_whole(name, tensor.data), tensor.grad
                 if grad is not None:

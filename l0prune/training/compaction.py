@@ -40,6 +40,7 @@ from l0prune.training.optimizers import (
 )
 from l0prune.training.settings import Compact
 
+_NOT_USERS = ("torch.nn.", "l0prune.gating.", "torch.distributed.fsdp.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -60,9 +61,10 @@ def watched(root: nn.Module) -> str:
 
 
 def _is_users(hook: Any) -> bool:
-    """weight_norm and the like, and fake quantization, are part of what the model computes."""
+    """weight_norm and the like, and fake quantization, are part of what the model computes; shards
+    are taken off before a cut."""
     made_by = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(made_by).startswith(("torch.nn.", "l0prune.gating."))
+    return not str(made_by).startswith(_NOT_USERS)
 
 
 _LESS = 0.9  # of the MACs: so few are to be left by another cut
@@ -83,6 +85,8 @@ class Compaction:
         share: of the whole model's MACs, those that the model has now.
         average: that follows, if there is one.
         let_go: called before the sizes change: whoever holds on to tensors as they are drops them.
+        take_off: called before anything is cut or made whole: leaves the model plain. None where
+            nobody knows how to, and what is around the model stays.
 
     Args:
         own_loop: the loop is the user's.
@@ -90,6 +94,7 @@ class Compaction:
 
     def __init__(self, model: nn.Module, own_loop: bool = False) -> None:
         self._own_loop = own_loop
+        self.take_off: Callable[[], None] | None = None
         self._root, self._gates = holder(model)
         # What is around it may use its layers, or hold its tensors under names of its own.
         self._is_part = self._root is not model and not own_loop
@@ -128,16 +133,28 @@ class Compaction:
 
     def hindrance(self) -> str:
         """Why the model could not be cut, as far as that is known beforehand; else empty."""
-        if any(map(is_sharded, self._root.parameters())):
-            return "its weights are in shards (FSDP)"
+        if self._is_sharded and self.take_off is None:
+            return (
+                "its weights are in shards (FSDP); Pruner(model, wrap=…) makes shards of what is "
+                "left"
+                if self._own_loop
+                else "its weights are in shards (FSDP)"
+            )
         if self._is_part:
             return "it is a part of the module that is trained: give finetune the network itself"
         if self._gates.plan.parts != ("",):
             return "it was captured in parts"
         is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self._own_loop and (is_shared or self._is_joined):
-            return "several processes train it, and what joins them is made for the whole network"
+        if self._own_loop and self.take_off is None and (is_shared or self._is_joined):
+            return (
+                "several processes train it, and what joins them is made for the whole network; "
+                "Pruner(model, wrap=…) makes it anew"
+            )
         return watched(self._root)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(map(is_sharded, self._root.parameters()))
 
     def begin(self, kept: Tensor | None = None, *, resumes: bool = False) -> None:
         """Cut the model down to these slots, by default those that an export would keep.
@@ -164,6 +181,7 @@ class Compaction:
     def _cut_to(self, kept: Tensor, resumes: bool) -> None:
         if bool(kept.all()):
             return
+        self._make_plain()
         if reason := watched(self._root):
             raise UsageError(reason)
         with rng.preserved(device_of(self._root)):
@@ -186,6 +204,10 @@ class Compaction:
         self.cut, self.share = cut, self._share_of(kept)
         self._gates.made_whole_by = self.end
         self._hook()
+
+    def _make_plain(self) -> None:
+        if self.take_off is not None:
+            self.take_off()
 
     def _check_runs(self) -> None:
         """Raise UsageError if the model, cut past its branches, does not take its example.
@@ -245,6 +267,7 @@ class Compaction:
         """
         if self.cut is None:
             return
+        self._make_plain()
         cut, places = self.cut, self.cut.by_id()
         self.let_go()
         cut.undo()
@@ -277,7 +300,8 @@ class Compaction:
             return
         self.end(self._loaded)
         self._loaded = {}
-        if kept is not None and not self.hindrance():
+        # Nobody knows yet which optimizers hold shards: these are cut at the next look.
+        if kept is not None and not self.hindrance() and not self._is_sharded:
             self.begin(kept, resumes=True)
 
     def _hook(self) -> None:
@@ -304,12 +328,22 @@ class Compaction:
     ) -> None:
         if self.cut is None:
             return
+        self._check_plain()
         own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for name, value in own.items():
             path = name.removeprefix(prefix)
             if path not in self.cut.gained:
                 is_tensor = isinstance(value, Tensor)
                 state[name] = self.cut.in_whole(path, value) if is_tensor else value
+
+    def _check_plain(self) -> None:
+        """Raise UsageError where the whole would have to be put together of shards."""
+        if self._is_sharded:
+            raise UsageError(
+                "this network is cut and in shards, and its states are not those of the whole: "
+                "call pruner.make_whole() before states are saved or loaded, in all processes; it "
+                "is cut again later"
+            )
 
     def _opens(self, log_alpha: Any) -> bool:
         """Return whether gates that are loaded need slots that are cut."""
@@ -323,6 +357,7 @@ class Compaction:
     ) -> None:
         if self.cut is None:
             return
+        self._check_plain()
         if self._opens(state.get(f"{prefix}{CHILD}.log_alpha")):
             hooks, self._hooks = self._hooks, []  # torch goes through them now: they stay for once
             self.end()
@@ -337,11 +372,13 @@ class Compaction:
     def _give_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         if self.cut is None:
             return
+        self._check_plain()
         saved_whole(optimizer, saved, self.cut.by_id())
 
     def _take_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         if self.cut is None:
             return
+        self._check_plain()
         self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
 
 

@@ -15,11 +15,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from l0prune.errors import UsageError
 from l0prune.exporting.slicing.tensors import Place
-from l0prune.running.processes import is_sharded
+from l0prune.running.processes import distribute_like, full_tensor, is_sharded
 from l0prune.training.phases import Phases
 from l0prune.training.settings import GSM, Settings
 
 Groups = list[dict[str, Any]]
+Optimizers = Sequence[Optimizer]
 
 
 def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
@@ -292,6 +293,33 @@ def _fill_momentum(optimizer: SGD, places: Places) -> None:
         for parameter in group["params"]:
             if id(parameter) in places and not optimizer.state.get(parameter):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def exchange(optimizers: Optimizers, parameters: Mapping[int, nn.Parameter]) -> None:
+    """Let optimizers hold other parameters, with the states of those in whose places they come.
+
+    A tensor of a state that is as large as its parameter is in shards where that is, else whole.
+
+    Args:
+        optimizers: changed in place.
+        parameters: new ones, by the ids of those whose places they take.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for number, old in enumerate(group["params"]):
+                group["params"][number] = new = parameters.get(id(old), old)
+                if old not in optimizer.state:
+                    continue
+                optimizer.state[new] = {
+                    name: _spread_like(value, new) if isinstance(value, Tensor) else value
+                    for name, value in optimizer.state.pop(old).items()
+                }
+
+
+def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
+    if value.shape != parameter.shape or is_sharded(value) == is_sharded(parameter):
+        return value
+    return full_tensor(value) if is_sharded(value) else distribute_like(value, parameter)
 
 
 def saved_whole(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> None:

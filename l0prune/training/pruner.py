@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Unpack
 from weakref import ref
@@ -25,13 +25,14 @@ from l0prune.training.elements import penalty_of
 from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
-from l0prune.training.optimizers import OwnOptimizer, free
+from l0prune.training.optimizers import OwnOptimizer, bare, free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
 from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
 from l0prune.training.settings import AUTO, GATES, NOTHING_SETTLES, GateSettings
 from l0prune.training.standing import Standing
 from l0prune.training.start import Decision, init_gates_from
+from l0prune.training.wrapping import Wrap, Wrapping
 
 FORMAT = 1
 _KEYS = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor", "work", "cut"}
@@ -140,6 +141,9 @@ class Pruner:
         n: N, the number of training examples, for λ that is written in it, and for ``prior``.
         warmup: steps over which λ rises from 0, by default 5 % of them.
         settle: steps at the end in which the gates stand, by default 30 %.
+        wrap: where several processes train the model, what puts it into DDP or FSDP2, such as
+            ``lambda model: DistributedDataParallel(model)``: called with the plain model, before
+            the first step and after each cut. The loop then calls ``pruner.network``.
         say: what is called with each warning's text; by default it is a Python warning.
         **settings: see ``GateSettings``.
 
@@ -156,6 +160,7 @@ class Pruner:
         n: int | None = None,
         warmup: int | None = None,
         settle: int | None = None,
+        wrap: Wrap | None = None,
         say: Callable[[str], None] | None = None,
         **settings: Unpack[GateKeywords],
     ) -> None:
@@ -171,6 +176,7 @@ class Pruner:
             self._set_out()
         is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model, own_loop=self._drives_itself)
+        self._wrapping = None if wrap is None else self._wrapped_by(wrap)
         self._shrinking = CompactionPolicy(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
@@ -188,6 +194,26 @@ class Pruner:
                 self.take_gates()
             asked_of[self.gates] = partial(_unfinished, ref(self))
             self.begin_step()
+
+    def _wrapped_by(self, wrap: Wrap) -> Wrapping:
+        compaction, settings = self.compaction, self._settings
+        if settings.penalty is not None or settings.quantize is not None or settings.learn == GATES:
+            raise UsageError(
+                "wrap=… goes with weights and gates that learn by λ or a budget: leave out "
+                "penalty, quantize and learn='gates', or train in one process"
+            )
+        found = Wrapping(self.model, self.gates, wrap, lambda: compaction.optimizers)
+        compaction.take_off = found.take_off
+        return found
+
+    @property
+    def network(self) -> nn.Module:
+        """What a loop with ``wrap`` calls: the model in DDP or FSDP2, made anew after each cut.
+
+        Without ``wrap``, and after the last step, the model itself. The model should be where it
+        is trained before this is first asked for.
+        """
+        return self.model if self._wrapping is None else self._wrapping.put_on()
 
     def _quantized(self, model: nn.Module) -> Quantizing | None:
         if self._settings.quantize is None:
@@ -422,9 +448,12 @@ class Pruner:
         """Give a model that is trained at the size that its gates leave its own size back.
 
         What was cut off has its last values, and its gates are closed. After the last step of a
-        loop of your own this is done; before it, the model is cut again at the next look.
+        loop of your own this is done; before it, the model is cut again at the next look. What
+        ``wrap`` has put around it is taken off, until ``network`` is asked for again.
         """
         self.compaction.end()
+        if self._wrapping is not None:
+            self._wrapping.take_off()
 
     def keep_whole(self, reason: str) -> None:
         """Make the model whole, and cut nothing from here on, which is said.
@@ -448,8 +477,13 @@ class Pruner:
         Returns:
             The penalty, a scalar; None where there is none at this step.
         """
+        if self._wrapping is not None and self._wrapping.network is None:
+            raise UsageError(
+                "this step's forward was not one of pruner.network, so that no other process "
+                "knows of its gradients: with wrap=… the loop calls pruner.network(inputs)"
+            )
         if optimizers and self._drives_itself:
-            self.compaction.follow(optimizers)
+            self._follow(optimizers)
         if self._drives_itself and self.phase != "settle":
             self._followers.look()
         if self._drives_itself and self.step == 0:
@@ -480,6 +514,15 @@ class Pruner:
             self._own.step(scale)
         return None if extra is None else extra.detach()
 
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        known = self.compaction.optimizers
+        new = [each for each in map(bare, optimizers) if each not in known]
+        if self._wrapping is not None and new:
+            self._wrapping.adopt(new)
+        self.compaction.follow(optimizers)
+        if self._wrapping is not None and new:
+            self._wrapping.adopt(new)  # also what was cut of their states
+
     def shrink(self) -> None:
         """After the optimizer's step, and before ``advance``: the penalty's part of the step."""
         if self._penalty is not None:
@@ -500,6 +543,8 @@ class Pruner:
                 self.make_whole()
                 self.release_gates()
                 self._let_weights_change()
+                self._wrapping = None
+            _ = self.network
 
     def advance(self) -> None:
         """Count the step that was done, and make the gates what they are after it."""
@@ -522,6 +567,7 @@ class Pruner:
             self.step, self._begun = self.phases.learning, None
             self.begin_step()
         self._let_weights_change()
+        self._wrapping = None
 
     def _let_weights_change(self) -> None:
         if self._standing is not None:

@@ -354,3 +354,28 @@ def test_compiled_code_can_run_as_it_was_written():
     assert not seen
     compiled(torch.ones(2))
     assert len(seen) == 1
+
+
+def test_what_fully_shard_did_to_modules_is_undone(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        before = [(type(m), sorted(vars(m))) for m in model.modules()]
+        for _ in range(2):  # what is undone can be done again
+            fully_shard(model[0])
+            fully_shard(model)
+            model(torch.ones(1, 2)).sum().backward()
+            compat.unshard_modules(model)
+            for module in model.modules():
+                hooks = (vars(module)[name] for name in vars(module) if name.endswith("_hooks"))
+                assert not any(hooks)
+                for name, shard in module._parameters.items():
+                    module._parameters[name] = nn.Parameter(shard.full_tensor().detach())
+            assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
+        copy.deepcopy(model)
+    finally:
+        torch.distributed.destroy_process_group()
