@@ -1,6 +1,6 @@
 """Coverage of the model zoos: what is captured, how much of it can be cut, and is the cut exact.
 
-    python -m benchmarks.coverage --zoo torchvision|timm|transformers|small [--models resnet18 …]
+    python -m benchmarks.coverage --zoo ZOO [--models resnet18 …]
     python -m benchmarks.coverage --zoo transformers --sizes
     python -m benchmarks.coverage --zoo transformers --branches
     python -m benchmarks.coverage --page docs/coverage.md
@@ -26,21 +26,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import l0prune
-from benchmarks import isolation, threads, zoo
+from benchmarks import isolation, threads, today, zoo
 from benchmarks.coverage_page import page
 from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row, parser_of
-from benchmarks.scramble import scramble
+from benchmarks.reloading import answer, reloaded
+from benchmarks.scramble import Example, scramble
 from benchmarks.threads_page import page as threads_page
 from benchmarks.threads_page import summary as threads_summary
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
+from l0prune.exporting.certify.difference import difference
 from l0prune.files.cut_layers import LAYERS
 
 
@@ -53,7 +57,7 @@ def steps(
 
         yield from thread_steps.steps(name)
         return
-    model, (args, kwargs) = zoo.build(which, name)
+    model, (args, kwargs), loss = zoo.build_with_loss(which, name)
     yield {"step": "survey"}
     start = time.perf_counter()
     try:
@@ -81,6 +85,9 @@ def steps(
         return
     shapes = possible(model, args, kwargs) if with_sizes and survey.plan.parts == ("",) else None
     scramble(model, (args, kwargs), dynamic_shapes=shapes, branches=with_branches)
+    if loss is not None:
+        yield {"step": "loss"}
+        yield {"loss": trained(model, loss)}
     yield {"step": "export"}
     dense = l0prune.export(model)
     yield {
@@ -95,10 +102,31 @@ def steps(
     }
     with tempfile.TemporaryDirectory() as folder:
         dense.save_onnx(Path(folder) / "model.onnx")
-    yield {
-        "onnx": dense.certificate.worst("onnx", "float32"),
-        **free_sizes(dense, shapes is not None),
-    }
+        yield {
+            "onnx": dense.certificate.worst("onnx", "float32"),
+            **free_sizes(dense, shapes is not None),
+        }
+        if which == "today":
+            yield {"step": "reload"}
+            yield loaded_again(name, dense, (args, kwargs), Path(folder))
+
+
+def trained(model: nn.Module, loss: today.Loss) -> float:
+    """The loss of one step of the gated model in train mode, weights and gates together."""
+    value = loss(model.train())
+    value.backward()
+    assert l0prune.gates(model).log_alpha.grad.any(), "no gradient has reached the gates"
+    torch.optim.SGD(model.parameters(), lr=1e-4).step()
+    model.zero_grad()
+    model.eval()
+    return value.item()
+
+
+def loaded_again(name: str, dense: l0prune.Export, example: Example, folder: Path) -> Row:
+    """What loads the smaller network from its files, and how far its outputs are off."""
+    how, loaded = reloaded(partial(zoo.build, "today", name), dense, folder)
+    found, expected = (answer(each, example) for each in (loaded, dense.module))
+    return {"loaded_by": how, "loaded_error": difference(expected, found)}
 
 
 def kept_class(dense: l0prune.Export) -> str:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import l0prune
 from benchmarks import thread_models, threads
 from benchmarks.by_turns import Run, in_runtime, in_torch, seconds
 from benchmarks.coverage import kept_class
 from benchmarks.isolation import Row
-from benchmarks.scramble import like
+from benchmarks.reloading import answer, reloaded
 from benchmarks.thread_runs import PREPARE
-from l0prune.capture.example_inputs import tensors_in
 from l0prune.exporting.certify.certificate import MODEL
 from l0prune.exporting.certify.difference import difference
 
@@ -58,7 +57,7 @@ def steps(name: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         small = dense.save_onnx(Path(folder) / "small.onnx")
         yield {"onnx": dense.certificate.worst("onnx", "float32"), "step": "reload"}
-        how, loaded = reloaded(of, dense, Path(folder))
+        how, loaded = reloaded(partial(built, of), dense, Path(folder))
         found, expected = (answer(each, example) for each in (loaded, dense.module))
         yield {
             "reloaded": how,
@@ -83,32 +82,9 @@ def built(of: threads.Model) -> thread_models.Built:
     return model.eval(), example
 
 
-def reloaded(of: threads.Model, dense: l0prune.Export, folder: Path) -> tuple[str, nn.Module]:
-    """The smaller network from its files, and what has loaded it; as little as possible of ours."""
-    if not dense.rebuilt:
-        dense.save(folder / "small.pt2")
-        return "torch.export.load", torch.export.load(folder / "small.pt2").module()
-    said = dense.save_pretrained(folder / "small")
-    kind: Any = type(dense.module)
-    if f"{kind.__name__}.from_pretrained" in said:
-        return "transformers", kind.from_pretrained(folder / "small").eval()
-    if "l0prune.from_pretrained" in said:
-        return "l0prune.from_pretrained", l0prune.from_pretrained(folder / "small")
-    fresh, _ = built(of)
-    return "l0prune.resize", l0prune.resize(fresh, folder / "small")
-
-
 def numbers(model: nn.Module) -> int:
     """How many its parameters hold, also those that eval mode does not use."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def answer(model: nn.Module, example: thread_models.Example) -> list[Tensor]:
-    """Its tensors on other inputs than it was cut with."""
-    torch.manual_seed(1)
-    args, kwargs = like(example)
-    with torch.no_grad():
-        return tensors_in(model(*args, **kwargs))
 
 
 def times(what: str, before: Run, after: Run) -> Row:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import pypi
+from benchmarks import pypi, today
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 Built = tuple[nn.Module, Example]
 
-ZOOS = ("torchvision", "timm", "transformers", "pypi", "small")
+ZOOS = ("torchvision", "timm", "transformers", "pypi", "today", "small")
 
 # torchvision: sides of images that are not 96, by the beginning of a model's name.
 _SIDES = {"vit_": 224, "maxvit": 224, "inception": 128, "quantized_inception": 128}
@@ -31,7 +31,8 @@ _VIDEO |= dict.fromkeys(("r3d", "mc3", "r2plus1d"), (4, 48))
 def names(zoo: str) -> list[str]:
     """All models of a zoo: torchvision's by name, one per module of timm, transformers by type.
 
-    ``pypi`` are models of other packages, ``small`` the hand-written networks of the tests.
+    ``pypi`` are models of other packages, ``today`` detectors, speech, diffusion and others,
+    ``small`` the hand-written networks of the tests.
     """
     if zoo == "torchvision":
         import torchvision
@@ -45,6 +46,8 @@ def names(zoo: str) -> list[str]:
         return sorted([*_TRANSFORMERS, *(f"{name}-lm" for name in _WITH_HEAD)])
     if zoo == "pypi":
         return list(pypi.MODELS)
+    if zoo == "today":
+        return list(today.MODELS)
     if zoo == "small":
         return list(_cases())
     raise SystemExit(f"no zoo called {zoo!r}: {', '.join(ZOOS)}")
@@ -52,11 +55,20 @@ def names(zoo: str) -> list[str]:
 
 def build(zoo: str, name: str) -> Built:
     """A model in eval mode, and an example of its inputs."""
+    model, example, _ = build_with_loss(zoo, name)
+    return model, example
+
+
+def build_with_loss(zoo: str, name: str) -> today.Made:
+    """The same, and the loss of the model's library where the zoo has it."""
     torch.manual_seed(0)
+    if zoo == "today":
+        model, example, loss = today.MODELS[name]()
+        return model.eval(), example, loss
     makers = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
     makers |= {"pypi": _pypi, "small": _small}
     model, example = makers[zoo](name)
-    return model.eval(), example
+    return model.eval(), example, None
 
 
 def _torchvision(name: str) -> Built:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -211,11 +212,28 @@ def inputs_of(program: ExportedProgram) -> list[Any]:
 
 
 def symbolic(program: ExportedProgram, free: FreeSizes) -> frozenset[str]:
-    """Names of the free sizes that are symbolic wherever they are in the inputs of a program."""
+    """Names of the free sizes that are symbolic wherever they are in the inputs of a program.
+
+    A size of which the code has asked what is true near the example's alone (``size // 8 == 4``)
+    counts as fixed, although torch.export calls it symbolic.
+    """
     fixed = {
         name
         for value, dims in zip(inputs_of(program), free.dims, strict=False)
         for dim, name in dims.items()
-        if not isinstance(value, Tensor) or not free_symbols(value.shape[dim])
+        if not isinstance(value, Tensor) or not _takes_others(value.shape[dim])
     }
     return frozenset(free.names) - fixed
+
+
+def _takes_others(size: Any) -> bool:
+    """Return whether a size is symbolic, and all guards on it alone hold for another size."""
+    if not free_symbols(size):
+        return False
+    expression, env, own = size.node.expr, size.node.shape_env, size.node.hint
+    guards = [each.expr for each in env.guards if each.expr.free_symbols == {expression}]
+    others = (2 * own, 3 * own, own + own // 2, own // 2, own // 3)
+    return not guards or any(
+        all(guard.subs(expression, other) is not sympy.false for guard in guards)
+        for other in others
+    )

@@ -13,6 +13,8 @@ from torch import nn
 from torch.export import Dim
 
 import l0prune
+from l0prune.capture.capture import capture
+from l0prune.capture.sizes import FreeSizes
 from l0prune.errors import UsageError
 
 
@@ -200,3 +202,30 @@ def test_a_saved_model_keeps_what_is_free(tmp_path):
     again = l0prune.load(tmp_path / "m.gated.pt", trust_pickle=True)
     assert l0prune.gates(again).free == l0prune.gates(model).free
     assert l0prune.gates(again).free.names == ("image_2",)
+
+
+class Positions(nn.Module):
+    """Its table of positions is for so many whole patches, others are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.out = nn.Linear(12, 8), nn.Linear(8, 2)
+        self.register_buffer("table", torch.randn(4, 8))
+
+    def forward(self, x):
+        count = x.shape[1] // 2
+        patches = self.patches(x[:, : 2 * count].reshape(x.shape[0], count, 12))
+        if count == 4:
+            return self.out(patches + self.table)
+        return self.out(patches + torch.arange(count, device=x.device)[:, None])
+
+
+def test_a_size_that_is_free_between_two_patches_alone_counts_as_fixed():
+    """torch.export calls it symbolic: 8 and 9 take the same way."""
+    model, free = Positions().eval(), FreeSizes(({1: "length"},))
+
+    def found(length):
+        return capture(model, (torch.randn(2, length, 6),), dynamic_batch=True, free=free).free
+
+    assert not found(8)
+    assert found(6) == {"length"}

@@ -448,3 +448,12 @@ def test_a_number_that_other_modules_of_the_class_have_for_no_size_is_left():
     model = nn.Sequential(Wide(6, 8), Wide(8, 12), Wide(12, 10), nn.Linear(10, 3))
     _, dense = exported(model, torch.randn(2, 6))
     assert dense.module[0].repeats == 8
+
+
+def test_an_instance_norm_without_statistics_follows_its_weight():
+    """torch compares the size of its input with ``num_features``, and refuses another."""
+    norm = nn.InstanceNorm2d(8, affine=True)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 2, 1)).double()
+    _, dense = exported(model, torch.randn(2, 3, 6, 6, dtype=torch.float64), exclude=())
+    assert dense.rebuilt
+    assert dense.module[1].num_features == dense.module[0].out_channels < 8

@@ -32,7 +32,7 @@ from l0prune.plan.plan import Plan
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
 # which the first that the module has counts.
 _FROM_TENSORS: dict[str, tuple[tuple[str, int], ...]] = {
-    "num_features": (("running_mean", 0),),
+    "num_features": (("running_mean", 0), ("weight", 0)),
     "num_embeddings": (("weight", 0),),
     "embedding_dim": (("weight", 1),),
     "input_size": (("weight_ih_l0", 1), ("weight_ih", 1)),

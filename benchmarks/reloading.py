@@ -1,0 +1,39 @@
+"""A smaller network from its files, by as little of l0prune as possible, and is it the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from benchmarks.scramble import Example, like
+from l0prune.capture.example_inputs import tensors_in
+
+
+def reloaded(
+    build: Callable[[], tuple[nn.Module, Example]], dense: l0prune.Export, folder: Path
+) -> tuple[str, nn.Module]:
+    """The smaller network from its files, and what has loaded it; as little as possible of ours."""
+    if not dense.rebuilt:
+        dense.save(folder / "small.pt2")
+        return "torch.export.load", torch.export.load(folder / "small.pt2").module()
+    said = dense.save_pretrained(folder / "small")
+    kind: Any = type(dense.module)
+    if f"{kind.__name__}.from_pretrained" in said:
+        return "transformers", kind.from_pretrained(folder / "small").eval()
+    if "l0prune.from_pretrained" in said:
+        return "l0prune.from_pretrained", l0prune.from_pretrained(folder / "small")
+    fresh, _ = build()
+    return "l0prune.resize", l0prune.resize(fresh, folder / "small")
+
+
+def answer(model: nn.Module, example: Example) -> list[Tensor]:
+    """Its tensors on other inputs than it was cut with."""
+    torch.manual_seed(1)
+    args, kwargs = like(example)
+    with torch.no_grad():
+        return tensors_in(model(*args, **kwargs))
