@@ -3,7 +3,7 @@
     python -m benchmarks.coverage --zoo ZOO [--models resnet18 …]
     python -m benchmarks.coverage --zoo transformers --sizes
     python -m benchmarks.coverage --zoo transformers --branches
-    python -m benchmarks.coverage --page docs/coverage.md
+    python -m benchmarks.coverage --page docs/coverage.md [--zoo ZOO: its section alone]
     python -m benchmarks.coverage --zoo threads [--page docs/threads.md]
 
 One process per model, so that none can harm another, its peak memory is its own, and a run that
@@ -34,7 +34,7 @@ from torch import nn
 
 import l0prune
 from benchmarks import isolation, threads, today, zoo
-from benchmarks.coverage_page import page
+from benchmarks.coverage_page import page, with_section
 from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row, parser_of
 from benchmarks.reloading import answer, reloaded
@@ -183,9 +183,13 @@ def main() -> None:
         isolation.measure(name, steps(which, name, options.sizes, options.branches))
         return
     if options.page:
-        options.page.write_text(
-            threads_page() if options.zoo == "threads" else page(), encoding="utf-8"
-        )
+        if options.zoo == "threads":
+            text = threads_page()
+        elif options.zoo:
+            text = with_section(options.page.read_text(encoding="utf-8"), options.zoo)
+        else:
+            text = page()
+        options.page.write_text(text, encoding="utf-8")
         return
     if not options.zoo:
         parser.error("which --zoo?")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from benchmarks import zoo
 from benchmarks.isolation import ROOT, Row, rows
 
@@ -19,7 +21,9 @@ batches that its files take, and beside them the sizes that are free where they 
 *plan* is torch.export and the inference of axes; *float64* is the largest difference between
 the gated and the exported model, *ONNX* that between the gated model and ONNX Runtime in
 float32, both relative to the output's scale; *peak* is the whole process, export in float64 and
-ONNX included.
+ONNX included. Of the networks of *today*, *loss* says that the gated model has been trained one
+step before the cut by the loss that its library or its scripts bring, and *loaded by* what has
+loaded the smaller one from its files, with the same outputs.
 """
 THEIRS = """
 The columns **TP** are Torch-Pruning's ({version}) on the same models and inputs, by `python -m
@@ -33,6 +37,7 @@ agrees with PyTorch to 1e-4. *s*: CPU seconds of its tracing and pruning; *too s
 after {limit} for everything, building the model and comparing included.
 """
 EXACT, ONNX = 1e-6, 1e-4
+LOADED = 1e-5  # in float32
 # Of the MACs of a network in reach of some axis.
 ENOUGH = 0.95
 
@@ -47,6 +52,18 @@ def page() -> str:
     return "\n".join([head, *(section(z, ours[z], theirs[z]) for z in zoo.ZOOS if ours[z])])
 
 
+def with_section(text: str, which: str) -> str:
+    """A page whose section of one zoo is made anew, or comes last where there was none."""
+    found = [
+        rows(ROOT / "runs" / f"{tool}-{which}.jsonl") for tool in ("coverage", "torch-pruning")
+    ]
+    parts = [part.rstrip() + "\n" for part in re.split(r"^(?=## )", text, flags=re.MULTILINE)]
+    titles = [part.split("\n")[0] for part in parts]
+    place = titles.index(f"## {which}") if f"## {which}" in titles else len(parts)
+    parts[place : place + 1] = [section(which, *found)]
+    return "\n".join(parts)
+
+
 def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
     """The results of a zoo, by name."""
     ours = sorted(ours, key=lambda row: row["model"])
@@ -59,6 +76,7 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
     ]
     if theirs:
         parts.append(f"\n{count(theirs)}")
+    loads = any("loaded_by" in row for row in ours)
     columns = ["model", "axes", "params", "MACs", "class", "free sizes"]
     columns += [
         "capture, s",
@@ -66,12 +84,13 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
         "float64",
         "ONNX",
         "peak MiB",
+        *(("loss", "loaded by") if loads else ()),
         *(f"TP {what}" for what in ("runs", "exact", "ONNX", "s") if theirs),
     ]
     parts += ["", _line(columns), "|" + "---|" * len(columns)]
     beside = {row["model"]: row for row in theirs}
     for row in ours:
-        cells = [row["model"], *_ours(row)]
+        cells = [row["model"], *_ours(row), *(_loaded(row) if loads else ())]
         parts.append(_line([*cells, *_theirs(beside.get(row["model"]))] if theirs else cells))
     low = [r for r in ours if r.get("macs_share", 1) < ENOUGH]
     if low:
@@ -133,6 +152,12 @@ def _ours(row: Row) -> list[str]:
         f"{row['onnx']:.0e}" if row.get("onnx") is not None else "failed",
         f"{row['peak_mib']:,}",
     ]
+
+
+def _loaded(row: Row) -> list[str]:
+    """Was it trained by its library's loss, and what has loaded it again, with equal outputs?"""
+    is_same = row.get("loaded_error", 1) <= LOADED
+    return ["yes" if "loss" in row else "-", row["loaded_by"] if is_same else "-"]
 
 
 def sizes(row: Row) -> str:

@@ -5,7 +5,8 @@ import torch
 from networks import Fn, conv
 from torch import nn
 
-from benchmarks.coverage_page import section, sizes
+from benchmarks import coverage_page
+from benchmarks.coverage_page import section, sizes, with_section
 from benchmarks.free_dims import askable, possible
 
 ROW = {
@@ -30,6 +31,16 @@ def test_sizes_that_are_free(recorded, shown):
     head, _, row = (line.split(" | ") for line in lines if "|" in line)
     assert len(head) == len(row)
     assert row[head.index("free sizes")] == shown
+
+
+def test_the_section_of_one_zoo_is_made_anew(monkeypatch):
+    loaded = ROW | {"loss": 1.0, "loaded_by": "l0prune.resize", "loaded_error": 0.0}
+    monkeypatch.setattr(coverage_page, "rows", lambda path: [loaded] * ("-small" in path.name))
+    head, other, old = "# Head\n", "## timm\n\nrows\n", "## small\n\nold\n"
+    made = section("small", [loaded], [loaded])
+    assert "| yes | l0prune.resize |" in made
+    assert with_section(f"{head}\n{old}\n{other}", "small") == f"{head}\n{made}\n{other}"
+    assert with_section(f"{head}\n{other}", "small") == f"{head}\n{other}\n{made}"
 
 
 def test_sizes_to_ask_for():
