@@ -147,9 +147,9 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     gates = _gates_or_none(model)
     if gates is not None:
         facts = {**gates.facts, **facts}
-    for name, around in _AROUND.items():
-        if isinstance(model, around) and model.facts is not None:
-            facts[name] = json.loads(json.dumps(model.facts))
+    for name, each in _arounds(model):
+        if each.facts is not None:
+            facts[name] = json.loads(json.dumps(each.facts))
     if isinstance(model, OnnxNetwork):
         facts.setdefault("model", model.origin.file)
     tensors: dict[str, Tensor] = {}
@@ -305,12 +305,24 @@ def _built(
             raise ValueError("neither a module nor what builds it")
         if not trust:
             check_consent(spec, path)
-        return _with_what_is_around(load_model(spec), content.info, _EXITS, _INPUT_GATES)
+        return _with_what_is_around(load_model(spec), content.info, _INPUT_GATES, _EXITS)
     trusted = trust and not structure.is_ordinary
-    if _INPUT_GATES in content.info:
-        state = {name.removeprefix(_INNER): value for name, value in state.items()}
+    if _INPUT_GATES not in content.info:
+        return unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
+    state = {name.removeprefix(_INNER): value for name, value in state.items()}
     model = unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
-    return _with_what_is_around(model, content.info, _INPUT_GATES)
+    if not isinstance(model, ExitNetwork):
+        return _with_what_is_around(model, content.info, _INPUT_GATES)
+    model.network = _with_what_is_around(model.network, content.info, _INPUT_GATES)
+    return model
+
+
+def _arounds(model: nn.Module) -> Iterator[tuple[str, ExitNetwork | InputGatedNetwork]]:
+    """Yield exits, then input gates, as far as the model has them, each with its name."""
+    for name, around in _AROUND.items():
+        if isinstance(model, around):
+            yield name, model
+            model = model.network
 
 
 def _with_what_is_around(model: nn.Module, info: Mapping[str, Any], *names: str) -> nn.Module:
@@ -385,8 +397,8 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
         if is_gated(plain):
             detach(plain)
         inner = ""
-        if isinstance(plain, InputGatedNetwork):
-            plain, inner = plain.take_off(), _INNER  # no pickle has hooks
+        if _INPUT_GATES in dict(_arounds(plain)):
+            plain, inner = _without_hooks(plain), _INNER  # no pickle has them
         buffer = io.BytesIO()
         torch.save(plain, buffer)
     except Exception as error:  # the user's classes run here, so anything can come out
@@ -396,9 +408,19 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
             f"{path} was not written: the model cannot be pickled ({error}). Build it by a "
             "function in a file instead: --model path.py:factory."
         ) from error
-    hollow = [name for name, _ in named_tensors(plain) if inner + name in stored]
+    own = (name for name, _ in named_tensors(plain))
+    hollow = [name for name in own if {name, inner + name} & stored.keys()]
     bytes_ = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
     return Packed(bytes_, _is_ordinary(buffer.getvalue(), _bytes_of(stored.values())), hollow)
+
+
+def _without_hooks(model: nn.Module) -> nn.Module:
+    """The model without its input gates, which may stand within exits."""
+    if isinstance(model, InputGatedNetwork):
+        return model.take_off()
+    assert isinstance(model, ExitNetwork)
+    model.network = _without_hooks(model.network)
+    return model
 
 
 def unpack(

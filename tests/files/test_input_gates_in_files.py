@@ -1,5 +1,6 @@
 """Networks with input gates in files."""
 
+import pytest
 import torch
 from input_gated import POINTS, points, said
 from torch import nn
@@ -29,3 +30,15 @@ def test_one_of_ordinary_layers_comes_back_by_itself(tmp_path):
     assert torch.equal(loaded(POINTS), model(POINTS))
     assert loaded.facts == model.facts
     assert not loaded.training
+
+
+@pytest.mark.parametrize("heads", [None, [nn.Sequential(nn.Flatten(), nn.Linear(8, 3))]])
+def test_exits_on_one_come_back_with_it(heads, tmp_path):
+    inner = said(l0prune.add_input_gates(small_network(), (POINTS,), at="1"))
+    model = l0prune.add_exits(inner, (POINTS,), at="network.1", heads=heads).eval()
+    l0prune.gate(model, (POINTS,))
+    l0prune.save(model, tmp_path / "plain.pt")
+    loaded = l0prune.load(tmp_path / "plain.pt")
+    assert type(loaded.network) is type(inner)
+    assert torch.equal(loaded(POINTS).logits, model(POINTS).logits)
+    assert torch.equal(loaded(POINTS).exits[0], model(POINTS).exits[0])
