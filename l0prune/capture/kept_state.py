@@ -93,7 +93,8 @@ def exported(
 ) -> ExportedProgram:
     """``torch.export.export`` for any size, after which the module holds what it held before.
 
-    The program has no transforms of torch.func, but what they amount to.
+    The program has no transforms of torch.func, but what they amount to. Its arguments are called
+    as those of the module that this one ``stands_for``, if it does.
 
     Raises:
         CaptureError: the program would not compute what the module does.
@@ -101,9 +102,27 @@ def exported(
     with one_at_a_time():
         with restore_attributes(module), SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
+        _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)
         inline_transforms(program)
     return program
+
+
+def _name_arguments(
+    program: ExportedProgram, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call the arguments of a module around another one, ``*args``, as that one does."""
+    inner = module
+    while isinstance(around := getattr(inner, "stands_for", None), nn.Module):
+        inner = around
+    called = program.module_call_graph[0].signature
+    if inner is module or called is None:
+        return
+    known = signature(inner.forward).parameters.values()
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in known if each.kind in kinds][: len(args)]
+    if len(names) == len(args):
+        called.forward_arg_names = [*names, *kwargs]
 
 
 @contextmanager

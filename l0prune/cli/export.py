@@ -87,6 +87,14 @@ Exits = Annotated[
         "that is sure enough on --data's test part, for tolerance=1%, latency=8ms or macs=0.5."
     ),
 ]
+Skipping = Annotated[
+    bool,
+    typer.Option(
+        "--skipping",
+        help="With input gates (`gate --input-gates`): write MODEL.skipping.onnx, which leaves out "
+        "blocks that they close whole, for one example at a time.",
+    ),
+]
 ExternalData = Annotated[
     bool,
     typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
@@ -123,6 +131,7 @@ def export(
     dtype: Dtype = None,
     half_io: HalfIo = False,
     exits: Exits = None,
+    skipping: Skipping = False,
     data: DataSpec = None,
     data_root: DataRoot = None,
     timed: Timed = True,
@@ -184,6 +193,7 @@ def export(
         loads = folders(dense, pretrained, vllm, built_by, code=code)
         early = _choose_exits(dense, held_out, exits) if exits else None
         files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
+        files += [l0prune.save_skipping(dense, f"{stem}.skipping{ONNX}")] if skipping else []
     files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     result |= {"loads": loads} if loads else {}

@@ -78,6 +78,14 @@ Exits = Annotated[
     list[str] | None,
     typer.Option(help="Early exits: how many, or paths of modules (globs) that they read."),
 ]
+InputGates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input-gates",
+        help="Channels that follow the input: the share of the MACs that they leave on average "
+        "(0.7), paths of blocks (globs) that get them, or both.",
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
 
 
@@ -140,6 +148,7 @@ def gate(
     uniform: Uniform = defaults.UNIFORM,
     loadable_by: LoadableBy = defaults.LOADABLE_BY,
     exits: Exits = None,
+    input_gates: InputGates = None,
     out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -152,6 +161,7 @@ def gate(
         l0prune gate model.pt
         l0prune gate net.py:build --weights net.pt --data imagefolder:DIR
         l0prune gate model.pt --input 1x3x224x224 --exclude 'layer1.*' --no-branches
+        l0prune gate model.pt --data imagefolder:DIR --input-gates 0.6 --exits 2
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
     from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones
@@ -163,6 +173,8 @@ def gate(
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)
+    if input_gates:
+        module = l0prune.add_input_gates(module, *example, **_of_input_gates(input_gates))
     if exits:
         at = int(exits[0]) if len(exits) == 1 and exits[0].isdecimal() else exits
         module = l0prune.add_exits(module, *example, at=at)
@@ -201,6 +213,22 @@ def gate(
     whole = f", {branches_gated} of them whole branches" if branches_gated else ""
     said = f"{target}: {result['gates']:,} gates on {axes} axes{whole}"
     emit({"file": str(target), **result}, json, said)
+
+
+def _of_input_gates(given: list[str]) -> dict[str, Any]:
+    """Return what a number and paths of blocks say to ``add_input_gates``."""
+    targets = [number for each in given if (number := _number(each)) is not None]
+    if len(targets) > 1:
+        raise UsageError(f"--input-gates has two shares, {targets[0]:g} and {targets[1]:g}")
+    at = [each for each in given if _number(each) is None]
+    return {"at": at or "*", "target": targets[0] if targets else None}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _summary(model: Any, found: l0prune.Survey) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _GROUPS = {
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
+        "input_gates",
     ),
     "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
     "Training": (
@@ -31,7 +32,7 @@ _GROUPS = {
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",
         "external_data", "int8", "dtype", "half_io", "exits", "timed", "bundle", "html", "run",
-        "folder", "out", "report", "json",
+        "skipping", "folder", "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip

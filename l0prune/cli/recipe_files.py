@@ -168,6 +168,19 @@ class ExitsSection(_Section):
         return self
 
 
+class InputGatesSection(_Section):
+    """Channels that follow the input: options of ``add_input_gates``."""
+
+    at: str | list[str] = "*"
+    target: Annotated[float, Field(gt=0, le=1)] | None = None
+    price: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
+    shape: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
+    skip: bool = True
+    per: Literal["example", "position"] = "example"
+    hidden: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    gate: Literal["hard-concrete", "binary-concrete"] = "hard-concrete"
+
+
 class ExportSection(_Section):
     """Files to write besides ONNX."""
 
@@ -184,6 +197,8 @@ class Recipe(RoundSection):
     Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
     measures more than the metric: of the dense network and the path of the ONNX file it returns
     what is to be said, by name.
+    With ``input_gates`` channels of the network follow its input from the beginning, and there is a
+    second ONNX file that leaves out blocks where a block has a gate of its own.
     With ``exits`` the network has early exits from the beginning, and there is a second ONNX file
     that is left at the first one that is sure enough.
     With ``latency`` the network of each round that could go by it is timed before its gates learn,
@@ -201,7 +216,17 @@ class Recipe(RoundSection):
     report: str | None = None
     latency: LatencySection | None = None
     exits: ExitsSection | None = None
+    input_gates: InputGatesSection | None = None
     export: ExportSection = Field(default_factory=ExportSection)
+
+    @model_validator(mode="after")
+    def _has_gates_in_each_round(self) -> Recipe:
+        if self.input_gates is not None and self.rounds:
+            raise ValueError(
+                "what rounds cut is a graph, of whose input gates the next one knows nothing: "
+                "leave out input_gates or rounds"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_times_for_budgets_in_them(self) -> Recipe:

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -27,6 +27,7 @@ from l0prune.files.checked_json import read_json
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
+from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.branch import KIND
 from l0prune.report.collect import add_time, add_trainings, from_export, repeat_facts
 from l0prune.report.content import Fit
@@ -79,8 +80,11 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
     tuned = _prune(recipe, recipe, network, dense, data, folder)
     exports.append(_cut(tuned))
     result = _export(recipe, data, tuned, exports, dense, folder, report=report)
+    if recipe.input_gates is not None:
+        result["input_gates"] = _input_gates(recipe, tuned, exports[-1], data, folder)
     if recipe.exits is not None:
         result["exits"] = _exits(recipe, recipe.exits, exports[-1], held_out, data, folder)
+    if recipe.exits is not None or recipe.input_gates is not None:
         write_whole(folder / "result.json", json.dumps(result, indent=2))
     return result
 
@@ -102,6 +106,21 @@ def _held_out(recipe: Recipe, data: Task) -> tuple[Task, Any]:
     count = max(1, round(recipe.exits.held_out * len(order)))
     train, kept = (chosen(data.train, rows) for rows in (order[count:], order[:count]))
     return replace(data, train=train), kept
+
+
+def _input_gates(
+    recipe: Recipe, tuned: nn.Module, small: Export, data: Task, folder: Path
+) -> dict[str, Any]:
+    """Count what the gates open on the test data, and write the file that leaves out blocks."""
+    with stage("counting what input gates open"):
+        found = l0prune.input_macs(tuned, data)
+    file = None
+    try:
+        file = str(l0prune.save_skipping(small, folder / f"{recipe.name}.skipping.onnx"))
+    except UsageError as error:
+        warn(f"there is no file that leaves out blocks: {error}")
+    blocks = [asdict(each) for each in found.blocks]
+    return {**asdict(found), "blocks": blocks, "onnx": file}
 
 
 def _exits(
@@ -148,10 +167,10 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
     path = folder / "dense.pt"
     if path.exists():
         model = load_model(recipe.model.source)
-        return l0prune.load(path, _with_exits(recipe.exits, model, data))
+        return l0prune.load(path, _adapted(recipe, model, data))
     torch.manual_seed(recipe.seed)
     model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
-    model = _with_exits(recipe.exits, model, data)
+    model = _adapted(recipe, model, data)
     if recipe.dense is None:
         return model
     settings = _settings(recipe, folder / "dense", recipe.dense, None)
@@ -161,12 +180,17 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
     return model
 
 
-def _with_exits(part: ExitsSection | None, model: nn.Module, data: Task) -> nn.Module:
-    """Return the network, with exits where the recipe asks for some."""
-    if part is None:
+def _adapted(recipe: Recipe, model: nn.Module, data: Task) -> nn.Module:
+    """Return the network, with input gates and exits where the recipe asks for some."""
+    if recipe.input_gates is None and recipe.exits is None:
         return model
     args, kwargs = as_arguments(example_inputs(data, 2))
-    options = part.model_dump(include={"at", "weights", "distill", "temperature"})
+    if (part := recipe.input_gates) is not None:
+        own = {"gate": gate_of(part.gate, {}), "seed": recipe.seed}
+        model = l0prune.add_input_gates(model, args, kwargs, **part.model_dump() | own)
+    if recipe.exits is None:
+        return model
+    options = recipe.exits.model_dump(include={"at", "weights", "distill", "temperature"})
     return l0prune.add_exits(model, args, kwargs, **options)
 
 

@@ -79,6 +79,11 @@ def _table(result: dict) -> Table:
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
         if (value := result[f"{of}_{metric}"]) is not None:
             table.add_row(text, format(value, form))
+    if (opened := result.get("input_gates")) is not None:
+        amounts = f"{opened['expected']:,.0f} of {opened['whole']:,.0f}"
+        table.add_row("MACs expected, of all", amounts)
+        if opened["onnx"] is not None:
+            table.add_row("file without closed blocks", opened["onnx"])
     if (exits := result.get("exits")) is not None:
         shares = ", ".join(f"{share:.0%}" for share in exits["shares"])
         unit = kind_of(exits["measure"])

@@ -103,6 +103,11 @@ class ExitNetwork(nn.Module):
         others = (facts["weights"], facts["distill"], facts["temperature"])
         return cls(network, facts["at"], heads, *others)
 
+    @property
+    def stands_for(self) -> nn.Module:
+        """The network whose arguments its forward has."""
+        return self.network
+
     def forward(self, *args: Any, **kwargs: Any) -> ExitOutputs:
         """Compute all answers; inputs are those of the network."""
         exits: list[Tensor] = []

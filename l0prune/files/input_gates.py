@@ -210,6 +210,11 @@ class InputGatedNetwork(nn.Module):
         self._handles = []
         return self.network
 
+    @property
+    def stands_for(self) -> nn.Module:
+        """The network whose arguments its forward has."""
+        return self.network
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the network does; inputs are its own."""
         return self.network(*args, **kwargs)

@@ -57,6 +57,7 @@ def test_blocks_are_in_an_if_and_the_file_computes_the_same(name, kind, tmp_path
     file = l0prune.save_skipping(dense, tmp_path / "skip.onnx")
     found = ifs(file)
     assert len(found) == len(model.blocks)
+    assert input_names(file) == ["points" if name == "points" else "input"]
     layer = "Conv" if name == "images" else "Gemm"
     inside = [[n.op_type for n in side(each, "then_branch").node].count(layer) for each in found]
     assert inside == [3 if name == "points" else 2] * len(found)  # one of a gate's is a Gemm, too
@@ -103,3 +104,46 @@ def test_without_gates_of_blocks_there_is_nothing_to_leave_out(tmp_path):
     with pytest.raises(UsageError, match="no block of this network can be left out"):
         l0prune.save_skipping(dense, tmp_path / "skip.onnx")
     assert not (tmp_path / "skip.onnx").exists()
+
+
+def input_names(path):
+    return [each.name for each in onnx.load(path).graph.input]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:l0prune. exit")
+def test_exits_on_a_network_with_input_gates(tmp_path):
+    """All three files compute what the gated model does, and have the user's name of the input."""
+    model = l0prune.add_exits(points(), (POINTS,), at=1)
+    gates = l0prune.gates(l0prune.gate(model, (POINTS,), branches=False))
+    with torch.no_grad():
+        noise = torch.randn(gates.log_alpha.shape, generator=torch.Generator().manual_seed(5))
+        gates.log_alpha.add_(2 * noise)
+    dense = l0prune.export(model.eval())
+    (plain,) = dense.save_onnx(tmp_path / "plain.onnx")
+    skipping = l0prune.save_skipping(dense, tmp_path / "skip.onnx")
+    x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+    held_out = [(x, model(x).logits.argmax(1))]
+    early = l0prune.choose_exits(dense, held_out, budget="macs=0.9")
+    left = early.save_onnx(tmp_path / "early.onnx")
+    assert input_names(plain) == input_names(skipping) == input_names(left) == ["points"]
+    exits = set()
+    for row in x[:20]:
+        wanted = model(row[None])
+        for file in (plain, skipping):
+            for answer, of in zip(
+                Session(str(file))([row[None]]), (wanted[0], *wanted[1]), strict=True
+            ):
+                assert torch.allclose(answer, of, atol=1e-5)
+        answer, number, _ = Session(str(left))([row[None]])
+        exits.add(int(number))
+        assert torch.allclose(answer, [*wanted[1], wanted[0]][int(number)], atol=1e-5)
+    assert exits == {0, 1}
+
+
+@pytest.mark.slow
+def test_the_plain_file_has_the_name_of_the_users_argument(tmp_path):
+    _, dense = exported(points, POINTS)
+    (plain,) = dense.save_onnx(tmp_path / "plain.onnx")
+    assert input_names(plain) == ["points"]
+    assert torch.equal(dense.module(points=POINTS), dense.module(POINTS))

@@ -101,6 +101,26 @@ def test_a_recipe_with_exits_chooses_them_on_examples_that_it_keeps_back(tmp_pat
     assert wrong == pytest.approx(exits["test_error"], abs=1e-9)
 
 
+@pytest.mark.slow
+def test_a_recipe_with_input_gates_counts_them_and_writes_both_files(tmp_path):
+    own = ["exits=", "input_gates.target=0.6", "input_gates.shape=0.5"]
+    short = ["dense.epochs=3", "finetune.epochs=2", "finetune.settle=0.5", *own]
+    result = run(load("digits-exits", short), tmp_path / "run")
+    found = result["input_gates"]
+    assert 0 < found["expected"] <= found["whole"] == result["macs"]
+    assert found == json.loads((tmp_path / "run" / "result.json").read_text())["input_gates"]
+    data = l0prune.load_data("digits").test
+    plain, skipping = map(onnxruntime.InferenceSession, (result["onnx"], found["onnx"]))
+    for x in data.inputs[:50]:
+        answers = [each.run(None, {"x": x[None].numpy()})[0] for each in (plain, skipping)]
+        np.testing.assert_allclose(*answers, rtol=1e-4, atol=1e-4)
+
+
+def test_rounds_and_input_gates_are_refused():
+    with pytest.raises(UsageError, match="leave out input_gates or rounds"):
+        load("mnist-lenet5-small", ["input_gates.target=0.6"])
+
+
 def test_mlp_starts_at_the_papers_dropout_rates():
     recipe = load("mnist-mlp", [])
     model = l0prune.load_model(recipe.model.source)

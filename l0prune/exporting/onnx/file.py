@@ -195,8 +195,17 @@ def _named_as(
     source: Origin | None,
 ) -> onnx.ModelProto:
     names = output_names(program) if source is None else source.outputs
-    rename(model, names, sizes, () if source is None else source.inputs)
+    inputs = _own_names(program, model) if source is None else source.inputs
+    rename(model, names, sizes, inputs)
     return model
+
+
+def _own_names(program: ExportedProgram, model: onnx.ModelProto) -> Sequence[str]:
+    """The names of a forward's arguments, where the inputs are called ``args_0`` and so on."""
+    signature = program.module_call_graph[0].signature
+    names = (signature and signature.forward_arg_names) or ()
+    is_numbered = all(re.fullmatch(r"args_\d+", each.name) for each in model.graph.input)
+    return names if is_numbered else ()
 
 
 def _write(model: onnx.ModelProto, path: Path) -> None:
