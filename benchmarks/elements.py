@@ -26,7 +26,7 @@ from l0prune.files.model_sources import load_model
 # Network: weights, those that global sparse momentum left, and its error.
 PUBLISHED = {"mlp": (266_200, 4_400, "1.82%"), "lenet5": (430_500, 1_400, "0.94%")}
 DENSE: dict[str, Any] = {"epochs": 4, "lr": 1e-3, "schedule": "cosine", "batch_size": 256}
-GSM: dict[str, Any] = {"optimizer": "gsm", "lr": 0.03, "momentum": 0.98, "batch_size": 256}
+GSM: dict[str, Any] = {"optimizer": "gsm", "lr": 0.03, "batch_size": 256}
 
 
 def trained(name: str, data: Any, folder: Path) -> nn.Module:

@@ -26,13 +26,13 @@ SHORT = ("finetune.budget=macs=0.25", "finetune.epochs=15")  # of the default re
 
 
 def _settings(row: str, recipe: str) -> tuple[str, ...]:
-    """What a row sets; gsm is SGD, with its rate, and its decay is chosen by the steps."""
+    """What a row sets; gsm is SGD, with its rate, and a momentum and decay of its own."""
     if row != "gsm":
         return GATES.get(row, (f"finetune.penalty={row}",))
     known = load(recipe, []).finetune
     rate = () if known.get("optimizer") == "sgd" else ("finetune.lr=0.03",)
-    decay = ("finetune.weight_decay=",) if "weight_decay" in known else ()
-    return ("finetune.optimizer=gsm", *rate, *decay)
+    left_out = [f"finetune.{each}=" for each in ("momentum", "weight_decay") if each in known]
+    return ("finetune.optimizer=gsm", *rate, *left_out)
 
 
 def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str, Any]:

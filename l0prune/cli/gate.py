@@ -161,7 +161,6 @@ def gate(
         l0prune gate model.pt
         l0prune gate net.py:build --weights net.pt --data imagefolder:DIR
         l0prune gate model.pt --input 1x3x224x224 --exclude 'layer1.*' --no-branches
-        l0prune gate model.pt --data imagefolder:DIR --input-gates 0.6 --exits 2
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
     from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones

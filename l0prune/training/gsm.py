@@ -22,8 +22,10 @@ from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
 from l0prune.training.group_penalty import GroupPenalty
+from l0prune.training.settings import Settings
 
 _EVERY = 10  # steps between two looks at how many slots the budget keeps
+_MOMENTUM = 0.98
 _DECAY = 10.0  # ln of the factor by which what the loss never reaches shrinks in a run
 _MOST = 0.01  # η beyond which the loss does not hold its own weights in short runs
 
@@ -34,6 +36,15 @@ def default_decay(rate: float, momentum: float, steps: int) -> float:
     A step of decay under momentum is α·η/(1 − β) in the long run.
     """
     return min(_MOST, _DECAY * (1 - momentum) / (max(rate, 1e-12) * max(steps, 1)))
+
+
+def with_defaults(settings: Settings, steps: int) -> Settings:
+    """Settings with the momentum of the paper, and a decay for so many steps, unless given."""
+    given = settings.model_fields_set
+    momentum = settings.momentum if "momentum" in given else _MOMENTUM
+    decay = default_decay(settings.lr, momentum, steps)
+    decay = settings.weight_decay if "weight_decay" in given else decay
+    return settings.model_copy(update={"momentum": momentum, "weight_decay": decay})
 
 
 def check_decay(optimizers: Sequence[Optimizer]) -> None:

@@ -27,7 +27,7 @@ from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
-from l0prune.training.gsm import default_decay
+from l0prune.training.gsm import with_defaults
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
@@ -87,9 +87,8 @@ def _train_in(
         phases, pruner = Phases.dense(settings.epochs, feed.steps), None
     else:
         phases = _phases(settings, feed.steps)
-        if settings.penalty == GSM and "weight_decay" not in settings.model_fields_set:
-            decay = default_decay(settings.lr, settings.momentum, phases.learning)
-            settings = settings.model_copy(update={"weight_decay": decay})
+        if settings.penalty == GSM:
+            settings = with_defaults(settings, phases.learning)
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
     folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)

@@ -385,7 +385,9 @@ class DenseSettings(_Declared):
         "SGD, such as 0.03. In Python also a function that takes the parameter groups of both and "
         "returns one optimizer.",
     )
-    momentum: float = Field(0.9, ge=0, le=LARGEST, description="Momentum of SGD.")
+    momentum: float = Field(
+        0.9, ge=0, le=LARGEST, description="Momentum of SGD; of gsm 0.98, unless it is given."
+    )
     weight_decay: float = Field(
         0.0,
         ge=0,

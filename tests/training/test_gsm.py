@@ -1,6 +1,7 @@
 """Global sparse momentum: against a loop written by hand, in whole runs, and what is refused."""
 
 import copy
+import math
 import os
 import signal
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import Interrupted, UsageError
+from l0prune.training.gsm import with_defaults
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.02
 
@@ -110,6 +112,18 @@ def test_slots_that_have_decayed_are_closed_and_cut_in_training_and_a_run_goes_o
     hook.remove()
     again = tuned(decayed(), out=tmp_path, resume=True, **settings)
     assert differing(tensors(again), tensors(model)) == []
+
+
+def test_what_only_decays_shrinks_by_a_factor_that_is_known():
+    settings = l0prune.Settings.of({"optimizer": "gsm", "budget": "macs=0.5", "lr": 0.03})
+    found = with_defaults(settings, 30_000)
+    w, z = 1.0, 0.0
+    for _ in range(30_000):
+        z = found.momentum * z + found.weight_decay * w
+        w -= found.lr * z
+    assert math.log(w) == pytest.approx(-10, rel=0.05)
+    given = settings.model_copy(update={"weight_decay": 0.02, "momentum": 0.5})
+    assert with_defaults(given, 100) == given
 
 
 def test_penalty_and_optimizer_are_one_setting():
