@@ -419,7 +419,11 @@ Command = Callable[..., None]
 
 _FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of Python
 _REPEATED = {"budget", "measures"}  # options that may be given again
-_MORE = {"budget": "Several: give it again. With one λ is 0, unless --lambda is given"}
+_LISTS = {"bits"}  # options whose value is several numbers
+_MORE = {
+    "budget": "Several: give it again. With one λ is 0, unless --lambda is given",
+    "bits": "Such as --bits 0,4,8",
+}
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
@@ -454,10 +458,10 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 def _options(name: str) -> list[inspect.Parameter]:
     """A setting as parameters that typer makes options of: one, or one with a ``--no-`` beside."""
     flags = (_FLAGS[name],) if name in _FLAGS else ()
-    parser = _plain_or_word if _has_words(name) else None
+    parser = _numbers if name in _LISTS else _plain_or_word if _has_words(name) else None
     option = typer.Option(*flags, help=_help(name), show_default=False, parser=parser)
     found = [_parameter(name, Annotated[_kind(name) | None, option])]
-    if parser is not None and bool in types(Settings.model_fields[name]):
+    if _has_words(name) and bool in types(Settings.model_fields[name]):
         flag = f"--no-{name.replace('_', '-')}"
         option = typer.Option(flag, help=f"The same as --{name} false.", show_default=False)
         found.append(_parameter(f"no_{name}", Annotated[bool | None, option]))
@@ -473,7 +477,7 @@ def _kind(name: str) -> Any:
     """Type as which an option's text is read; the settings themselves check more."""
     if name in _REPEATED:
         return list[str]
-    if _has_words(name):
+    if _has_words(name) or name in _LISTS:
         return str
     plain = [kind for kind in types(Settings.model_fields[name]) if kind in (bool, int, float)]
     return plain[0] if plain else str
@@ -487,6 +491,18 @@ def _has_words(name: str) -> bool:
 
 def _plain_or_word(text: str) -> int | bool | str:
     return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+
+
+def _numbers(text: str) -> list[int]:
+    """Read whole numbers with commas or blanks between.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    try:
+        return [int(each) for each in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of whole numbers, such as 0,4,8") from None
 
 
 def _help(name: str) -> str:

@@ -41,6 +41,16 @@ def test_a_word_in_the_place_of_true_or_false():
     assert [settings["learn"] for _, settings, _ in came] == ["gates", True, False, False]
 
 
+def test_a_list_of_numbers_is_one_option():
+    app, came = made("bits")
+    for given in ("0,4,8", "0 4 8", "0, 4, 8"):
+        assert CliRunner().invoke(app, ["x", "--bits", given]).exit_code == 0
+    assert [settings["bits"] for _, settings, _ in came] == [[0, 4, 8]] * 3
+    wrong = CliRunner().invoke(app, ["x", "--bits", "0,four"])
+    assert wrong.exit_code == 2
+    assert "no list of whole numbers" in wrong.output
+
+
 def test_options_have_the_types_of_their_settings():
     app, _ = made("epochs", "lr")
     for wrong in (["--epochs", "2.5"], ["--lr", "fast"]):
