@@ -329,20 +329,24 @@ def compiled(tiny: bool) -> Iterator[Facts]:
 
 
 def kernels_of(step: Callable[[], None]) -> Facts:
-    """Profile a step: launches and milliseconds of all kernels, and the eight that take most."""
+    """Profile a step: launches and milliseconds of all kernels, the eight that take most, and
+    those that multiply gated weights.
+    """
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
     with profile(activities=kinds) as found:
         step()
         synchronize()
     on_device = [each for each in found.key_averages() if each.self_device_time_total]
     on_device.sort(key=lambda each: -each.self_device_time_total)
+    rows = [
+        (each.key[:60], each.count, round(each.self_device_time_total / 1e3, 3))
+        for each in on_device
+    ]
     return {
-        "launches": sum(each.count for each in on_device),
-        "ms": round(sum(each.self_device_time_total for each in on_device) / 1e3, 3),
-        "most": [
-            (each.key[:60], each.count, round(each.self_device_time_total / 1e3, 3))
-            for each in on_device[:8]
-        ],
+        "launches": sum(count for _, count, _ in rows),
+        "ms": round(sum(ms for _, _, ms in rows), 3),
+        "most": rows[:8],
+        "gates": [row for row in rows if row[0] in ("_multiply", "_differentiate", "_add_up")],
     }
 
 

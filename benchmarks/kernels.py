@@ -4,7 +4,10 @@ Counted is each operator of ATen that is no view, in forward, backward, penalty 
 each launch of Triton, which is not run. A step on a GPU is a line of such launches: where
 they are short, their number is its time.
 
-    python -m benchmarks.kernels [--models resnet50 vit_b_16] [--size 64]
+    python -m benchmarks.kernels [--models resnet50 vit_b_16] [--size 64] [--compile]
+
+With ``--compile`` the forward is compiled, and counted are the kernels that inductor makes of it
+and of its backward pass, for a CPU: so many for a GPU, if it fuses there what it fuses here.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch._inductor import metrics
 
 import l0prune
 from l0prune.capture.compat import TorchDispatchMode, replaced
@@ -88,11 +92,22 @@ def step_of(
     return step
 
 
+def compiled(model: nn.Module, step: Callable[[], None]) -> int:
+    """Return how many kernels the compiler makes for a model in a step."""
+    torch._dynamo.reset()
+    metrics.reset()
+    model.compile(fullgraph=True)
+    with counted_by(None):
+        step()
+    return metrics.generated_kernel_count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16", "mobilenet_v2"])
     parser.add_argument("--size", type=int, default=32, help="of the images (ViT: 224)")
     parser.add_argument("--autocast", action="store_true", help="to bfloat16")
+    parser.add_argument("--compile", action="store_true", help="count kernels of the compiler")
     args = parser.parse_args()
     for name in args.models:
         torch.manual_seed(0)
@@ -101,9 +116,13 @@ def main() -> None:
         counts = []
         for is_gated in (False, True):
             model = torchvision.models.get_model(name, weights=None).train()
+            model.to(memory_format=torch.channels_last)
             if is_gated:
                 l0prune.gate(model, (images,))
             step = step_of(model, images, torch.bfloat16 if args.autocast else None)
+            if args.compile:
+                counts.append(Counter(kernels=compiled(model, step)))
+                continue
             with counted_by(None):
                 for _ in range(2):  # what is read is known after the first
                     step()

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from l0prune.capture.compat import filled
+from l0prune.gating import products
 from l0prune.gating.multipliers import LINK, GateValues
-from l0prune.gating.products import Made, autocast_dtype, is_joined, runs_on
+from l0prune.gating.products import Made, autocast_dtype, is_joined
 from l0prune.gating.weight_tables import Line, Table, flat, line_of, parts
 
 
@@ -93,16 +94,17 @@ class CompiledWeights(Function):
         ctx: Any, lines: str, dtype: torch.dtype, z: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         """Shape: z flat, the multipliers of all layouts; each product as its weight."""
-        ctx.lines, ctx.dtype = lines, dtype
+        # Of strides that backward asks for the compiler would make every gradient contiguous.
+        ctx.lines, ctx.dtype, ctx.strides = lines, dtype, [w.stride() for w in weights]
         ctx.save_for_backward(z, *weights)
-        return tuple(parts(multiply(z, weights, lines, dtype), weights))
+        return tuple(parts(multiply(z, weights, lines, dtype), weights, ctx.strides))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Shape: grads as the products; what comes back as the arguments."""
         z, *weights = ctx.saved_tensors
         of_weights, of_z = differentiate(z, weights, grads, ctx.lines, ctx.dtype)
-        return None, None, of_z, *parts(of_weights, weights)
+        return None, None, of_z, *parts(of_weights, weights, ctx.strides)
 
 
 # Of a weight that is read: the name of its tensor, shape, strides, dtype, and that of its product.
@@ -147,14 +149,14 @@ class CompiledProducts:
         found: dict[int, Made] = {}
         for names, lines, dtype in self.launches(tuple(forms), z.device, z.dtype):
             own = [weights[name] for name in names]
-            products = CompiledWeights.apply(lines, dtype, z, *own)
-            found |= {id(w): (w, None, product) for w, product in zip(own, products, strict=True)}
+            of_own = CompiledWeights.apply(lines, dtype, z, *own)
+            found |= {id(w): (w, None, made) for w, made in zip(own, of_own, strict=True)}
         return found
 
     @torch.compiler.assume_constant_result
     def act(self, device: torch.device) -> bool:
         """Return whether the kernels run on the device, and for a graph that trains alone."""
-        return runs_on(device) and not (torch.compiler.is_exporting() or is_joined())
+        return products.runs_on(device) and not (torch.compiler.is_exporting() or is_joined())
 
     @torch.compiler.assume_constant_result
     def places(self) -> tuple[tuple[str, str], ...]:

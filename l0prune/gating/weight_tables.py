@@ -234,12 +234,15 @@ def _sums(lines: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tenso
     return torch.tensor(blocks).to(device), torch.tensor(lines).to(device)
 
 
-def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def parts(
+    flat: Tensor, like: Sequence[Tensor], strides: Sequence[tuple[int, ...]] = ()
+) -> list[Tensor]:
     """Return tensors of the shapes and strides of others, in one piece of memory."""
-    begins = accumulate((weight.numel() for weight in like), initial=0)
+    begins = accumulate((each.numel() for each in like), initial=0)
+    strides = strides or [each.stride() for each in like]
     return [
-        flat.as_strided(weight.shape, weight.stride(), begin)
-        for begin, weight in zip(begins, like, strict=False)
+        flat.as_strided(each.shape, stride, begin)
+        for begin, each, stride in zip(begins, like, strides, strict=False)
     ]
 
 

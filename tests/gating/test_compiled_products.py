@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from triton_here import DEVICE, HAS_GPU, why_not
 
 import l0prune
-from l0prune.gating import compiled_products, products
+from l0prune.gating import products
 from l0prune.gating.compiled_products import CompiledWeights, differentiate, multiply, table_of
 from l0prune.gating.multipliers import GateValues
 from l0prune.gating.weight_tables import kernels, line_of
@@ -37,8 +40,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         launch(kernel, *args, **constants)
 
     monkeypatch.setattr(run, "launch", note)
-    for room in (products, compiled_products):
-        monkeypatch.setattr(room, "runs_on", lambda device: True)
+    monkeypatch.setattr(products, "runs_on", lambda device: True)
     return found
 
 
@@ -83,7 +85,7 @@ def steps(model: Any, run: Callable[[Tensor], Tensor], count: int = 1) -> list[T
     return found
 
 
-def compiled(model: nn.Module, backend: str = "eager") -> Any:
+def compiled(model: nn.Module, backend: Any = "eager") -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
@@ -99,15 +101,32 @@ def one_by_one(model: Any, count: int = 1) -> list[Tensor]:
         return steps(model, model, count)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_steps_launch_one_kernel_for_all_weights(backend: str, launched: list[str]) -> None:
-    model = gated()
+def test_a_graph_has_one_operator_forward_and_one_back(launched: list[str]) -> None:
+    """And no copy of a gradient in channels_last, nor a new graph for the next step."""
+    model, seen = gated(), Counter[str]()
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = steps(model, compiled(model, backend), 2)
     assert launched == 2 * ONE_STEP
     close(found, one_by_one(model, 2))
     weight = model.second._parameters["weight"]
     assert weight.grad.stride() == weight.stride()
+    assert seen["l0prune.multiply.default"] == seen["l0prune.differentiate.default"] == 1
+    assert seen["aten.clone.default"] == 0
+
+
+@pytest.mark.slow
+def test_inductor_calls_the_operators(launched: list[str]) -> None:
+    model = gated()
+    with torch._inductor.config.patch(fallback_random=True):  # the noise of eager mode
+        found = steps(model, compiled(model, "inductor"), 2)
+    assert launched == 2 * ONE_STEP
+    close(found, one_by_one(model, 2))
 
 
 @pytest.mark.slow
