@@ -49,10 +49,10 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tun
 
 
 @with_settings(
-    "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "penalty", "quantize",
-    "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn", "start", "settle",
-    "compact", "augment", "seed", "device", "distill", "autocast", "accumulate", "checkpointing",
-    "compile", "channels_last", "distributed",
+    "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "penalty", "elements",
+    "quantize", "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn", "start",
+    "settle", "compact", "augment", "seed", "device", "distill", "autocast", "accumulate",
+    "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
     file: GatedFile = None,

@@ -18,7 +18,7 @@ _GROUPS = {
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
-        "input_gates",
+        "input_gates", "penalty", "elements",
     ),
     "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
     "Training": (
