@@ -25,11 +25,11 @@ from l0prune.files.model_sources import load_model
 
 # Network: weights, those that global sparse momentum left, and its error.
 PUBLISHED = {"mlp": (266_200, 4_400, "1.82%"), "lenet5": (430_500, 1_400, "0.94%")}
-DENSE: dict[str, Any] = {"epochs": 4, "lr": 1e-3, "schedule": "cosine", "batch_size": 256}
+DENSE: dict[str, Any] = {"lr": 1e-3, "schedule": "cosine", "batch_size": 256}
 GSM: dict[str, Any] = {"optimizer": "gsm", "lr": 0.03, "batch_size": 256}
 
 
-def trained(name: str, data: Any, folder: Path) -> nn.Module:
+def trained(name: str, data: Any, folder: Path, epochs: int) -> nn.Module:
     """Return the dense network, of a file that was written before if there is one."""
     torch.manual_seed(0)
     model = load_model(f"{ROOT / 'recipes' / 'vision.py'}:{name}")
@@ -37,7 +37,7 @@ def trained(name: str, data: Any, folder: Path) -> nn.Module:
     if path.exists():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model
-    l0prune.train_dense(model, data, report=False, **DENSE)
+    l0prune.train_dense(model, data, epochs=epochs, report=False, **DENSE)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
     return model
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=[*PUBLISHED], choices=[*PUBLISHED])
     parser.add_argument("--penalties", nargs="+", default=["gsm"])
     parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--dense-epochs", type=int, default=4)
     parser.add_argument("--ramp", type=float, default=0.0)
     parser.add_argument("--distill", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "elements")
@@ -75,7 +76,7 @@ def main() -> None:
     print("| network | penalty | weights not zero | error | params | error of the paper |")
     print("|---" * 6 + "|")
     for name in options.networks:
-        dense = trained(name, data, options.out)
+        dense = trained(name, data, options.out, options.dense_epochs)
         print(f"| {name} | none | | {l0prune.evaluate(dense, data)['error']:.2%} | | |", flush=True)
         for penalty in options.penalties:
             print(row(name, penalty, dense, data, settings), flush=True)
