@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from benchmarks.scramble import Example
 
@@ -183,7 +184,7 @@ def depth_anything() -> Made:
     return transformers(
         "depth_anything", {"pixel_values": _images(56)}, None, "DepthAnythingForDepthEstimation",
         backbone_config=backbone, reassemble_hidden_size=32, neck_hidden_sizes=[8, 16, 24, 32],
-        fusion_hidden_size=16, head_hidden_size=8,
+        fusion_hidden_size=16, head_hidden_size=8, depth_estimation_type="metric",
     )  # fmt: skip
 
 
@@ -191,8 +192,8 @@ def siglip2() -> Made:
     inputs = {
         "input_ids": torch.randint(5, 90, (2, 8)),
         "pixel_values": torch.randn(2, 16, 192),
-        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.int64),
-        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+        "pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).long(),
+        "spatial_shapes": torch.tensor([[4, 4], [4, 2]]),
     }
     return transformers(
         "siglip2", inputs, {"return_loss": True}, "Siglip2Model",
@@ -262,7 +263,7 @@ def wav2vec2_bert() -> Made:
 
 
 def vits() -> Made:
-    return transformers(
+    model, example, loss = transformers(
         "vits", {"input_ids": torch.randint(1, 38, (2, 12))}, None, "VitsModel", hidden_size=32,
         num_hidden_layers=2, ffn_dim=48, flow_size=32, spectrogram_bins=17,
         use_stochastic_duration_prediction=False, upsample_initial_channel=32,
@@ -271,6 +272,10 @@ def vits() -> Made:
         prior_encoder_num_wavenet_layers=2, posterior_encoder_num_wavenet_layers=2,
         duration_predictor_filter_channels=24,
     )  # fmt: skip
+    for module in model.modules():  # a norm of weights is computed in each forward, without need
+        if is_parametrized(module, "weight"):
+            remove_parametrizations(module, "weight")
+    return model, example, loss
 
 
 def patchtst() -> Made:

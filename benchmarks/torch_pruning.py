@@ -1,6 +1,6 @@
 """Torch-Pruning on the same models: does it prune, run, cut what it says, and export to ONNX?
 
-    python -m benchmarks.torch_pruning --zoo torchvision|timm|transformers|small [--models …]
+    python -m benchmarks.torch_pruning --zoo torchvision|timm|transformers|today|small [--models …]
 
 One process per model, with a limit of CPU time; results are lines of
 ``runs/torch-pruning-ZOO.jsonl``, which ``python -m benchmarks.coverage --page`` puts beside ours.
@@ -145,6 +145,9 @@ _LEFT_ALONE = {
     "maskrcnn": (*_RPN, "roi_heads.box_predictor", "roi_heads.mask_predictor"),
     "keypointrcnn": (*_RPN, "backbone.fpn.layer_blocks", *_KEYPOINTS),
     "retinanet": _DENSE,
+    "yolo11": ("model.23",),
+    "yolo12": ("model.21",),
+    "rtdetr": ("model.28",),
     "fcos": (*_DENSE, "head.regression_head.bbox_ctrness"),
 }
 

@@ -245,7 +245,8 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     """The pieces for inputs of one form: one, or for each number that it is told one."""
     dense = network.dense.get_submodule(path)
     dense = dense if device_of(dense) == CPU else placed(copied(dense), CPU)
-    made, single = programs(dense, network.dtypes, answers[0].inputs, reexport_part)
+    dtypes = network.dtypes.below(path)
+    made, single = programs(dense, dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
     apart = _forms(answers, is_free=False)
     if len(apart) > 1 and (is_graph or not _is_told(made.program)):
@@ -261,7 +262,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
         yield ExportedPart(path, made.program, single, True, answers)
         return
     export = partial(reexport_part, batches=ANY.several())
-    made, single = programs(dense, network.dtypes, answers[0].inputs, export)
+    made, single = programs(dense, dtypes, answers[0].inputs, export)
     yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
 
 

@@ -161,3 +161,28 @@ def test_threads_take_turns_at_the_default_dtype():
     done.set()
     thread.join()
     assert torch.get_default_dtype() is torch.float32
+
+
+class InParts(nn.Module):
+    """Its forward looks at values between two parts, and leaves its loss to training."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(4, 8, 1), nn.ReLU(), nn.Conv1d(8, 6, 1))
+        self.head = nn.Sequential(nn.Conv1d(6, 8, 1), nn.ReLU(), nn.Conv1d(8, 2, 1))
+        self.loss = nn.PReLU(dtype=torch.float64)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.head(x if x.max() > 0 else -x)
+
+
+def test_parts_of_one_dtype_within_a_model_of_two():
+    model, x = InParts().eval(), torch.randn(3, 4, 2)
+    l0prune.gate(model, x)
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    dense = l0prune.export(model)
+    assert len(dense.pieces) == 2
+    assert dense.module.loss.weight.dtype == torch.float64
+    torch.testing.assert_close(dense.module(x), model(x))

@@ -56,6 +56,13 @@ class Dtypes:
         others = {n: self.others[name] for n, name in names.items() if name in self.others}
         return replace(self, others=others)
 
+    def below(self, path: str) -> Dtypes:
+        """Dtypes for the submodule at ``path``, under its own names of its tensors."""
+        start = f"{path}." if path else ""
+        inside = {name: dtype for name, dtype in self.others.items() if name.startswith(start)}
+        others = {name.removeprefix(start): dtype for name, dtype in inside.items()}
+        return replace(self, others=others)
+
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Dtype of the first parameter of floats, or else of the parts of the first complex one."""
