@@ -273,8 +273,12 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
+        lines = [
+            f"  {'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        ]
+        given = f" with {' '.join(overrides)}" if overrides else ""
+        raise UsageError(f"{path}{given} is no recipe:\n" + "\n".join(lines)) from error
     sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
     report = recipe.report and _placed(recipe.report, path.parent)
     return recipe.model_copy(update={**sections, "report": report})
