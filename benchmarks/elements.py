@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--penalties", nargs="+", default=["gsm"])
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--dense-epochs", type=int, default=4)
-    parser.add_argument("--ramp", type=float, default=0.0)
+    parser.add_argument("--ramp", type=float, default=0.6)
     parser.add_argument("--distill", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "elements")
     options = parser.parse_args()
