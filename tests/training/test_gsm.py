@@ -88,6 +88,7 @@ def decayed():
     return model
 
 
+@pytest.mark.slow
 def test_slots_that_have_decayed_are_closed_and_cut_in_training_and_a_run_goes_on(tmp_path):
     model = decayed()
     widths = []
