@@ -248,9 +248,13 @@ def first_to_set(key: str, value: str) -> str:
     Raises:
         RuntimeError: the store went with the process that kept it.
     """
-    store = torch.distributed.distributed_c10d._get_default_store()
-    found: str = store.compare_set(key, "", value).decode()
+    found: str = common_store().compare_set(key, "", value).decode()
     return found
+
+
+def common_store() -> Any:
+    """Return the store that the processes of the default group share."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def has_pre_hooks(module: nn.Module) -> bool:

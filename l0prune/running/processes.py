@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from l0prune.capture.compat import first_to_set
+from l0prune.capture.compat import common_store, first_to_set
 from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError, first_line
 from l0prune.running.environment import is_launched
+from l0prune.running.heartbeat import heartbeat
+from l0prune.running.meeting import fresh_store
 
 T = TypeVar("T")
 
@@ -167,7 +169,12 @@ def _joined(wanted: bool) -> Iterator[World]:
     makes_group = is_launched() and not dist.is_initialized()
     if makes_group:
         cuda = torch.cuda.is_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        from torch.distributed.rendezvous import rendezvous
+
+        shared, rank, size = next(rendezvous("env://"))
+        store = fresh_store(shared, rank, size)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield ALONE
@@ -182,15 +189,19 @@ def _joined(wanted: bool) -> Iterator[World]:
 @contextmanager
 def _of_group() -> Iterator[World]:
     rank = dist.get_rank()
-    failed = f"l0prune/failed/{next(_times_joined)}"
+    number, size = next(_times_joined), dist.get_world_size()
+    failed = f"l0prune/failed/{number}"
     hosts: Any = dist.new_group(backend="gloo", timeout=_LONG)
-    try:
+
+    def meet() -> None:
         # Who fails at once closes its connections, while another one may still be making them.
         dist.barrier(hosts)
-        with warnings.catch_warnings():
+
+    try:
+        with warnings.catch_warnings(), _watched(f"l0prune/alive/{number}", rank, size, meet):
             # Said by DDP of 1×1 filters with channels last, whose strides are ambiguous.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
-            yield World(rank, dist.get_world_size(), hosts)
+            yield World(rank, size, hosts)
     except StoppedElsewhere:
         raise
     except Exception as error:
@@ -205,6 +216,17 @@ def _of_group() -> Iterator[World]:
         raise
     finally:
         dist.destroy_process_group(hosts)
+
+
+@contextmanager
+def _watched(key: str, rank: int, size: int, meet: Callable[[], None]) -> Iterator[None]:
+    """Watch over the processes that torchrun started; a user's own are the user's to watch."""
+    if not is_launched():
+        meet()
+        yield
+        return
+    with heartbeat(common_store().clone(), key, rank, size, meet):
+        yield
 
 
 def _failed_before(key: str, rank: int, error: Exception) -> str | None:
