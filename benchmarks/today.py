@@ -1,6 +1,6 @@
 """Networks that people prune today, as a zoo of their own: small, with random weights.
 
-pip install ultralytics transformers diffusers rfdetr dynamic-network-architectures
+pip install ultralytics transformers diffusers dynamic-network-architectures
 
 Each is built by its library's own classes from a configuration with few and narrow layers. Beside
 it stands the library's own loss, where it has one, on random targets.
@@ -43,7 +43,8 @@ def ultralytics(kind: str, config: str, side: int = 96) -> Made:
 
     model: Any = getattr(tasks, kind)(config, nc=5, verbose=False)
     model.args, model.nc = get_cfg(), 5  # as its trainer does
-    model.model[-1].dynamic = True  # as its own export does where sizes are to be free
+    # As its own export does where sizes are to be free; RT-DETR's code then asks for values.
+    model.model[-1].dynamic = kind != "RTDETRDetectionModel"
     image = torch.rand(2, 3, side, side)
     boxes = torch.tensor([[0.4, 0.4, 0.3, 0.3], [0.6, 0.5, 0.4, 0.2], [0.5, 0.5, 0.5, 0.5]])
     batch = {
@@ -99,7 +100,7 @@ def rt_detr() -> Made:
         "rt_detr", {"pixel_values": _images()}, {"labels": _boxes()}, "RTDetrForObjectDetection",
         backbone_config=backbone, encoder_in_channels=[16, 24, 32], encoder_hidden_dim=32,
         encoder_attention_heads=4, decoder_in_channels=[32] * 3, decoder_attention_heads=4,
-        num_denoising=4, **_DETR,
+        num_denoising=4, initializer_range=0.1, freeze_backbone_batch_norms=False, **_DETR,
     )  # fmt: skip
 
 

@@ -79,6 +79,8 @@ def _prune(tp: Any, name: str, model: nn.Module, example: Example, shapes: list)
     width = {shape[-1] if len(shape) == 3 else shape[1] for shape in shapes if len(shape) > 1}
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
     ends = [m for m in layers if m.weight.shape[0] in width and m not in heads]
+    if name.startswith(_WITH_HEAD):
+        ends = []
     args, kwargs = example
     blocks = getattr(getattr(model, "encoder", None), "layers", None)
     is_vit = hasattr(model, "conv_proj") and blocks is not None
@@ -145,11 +147,13 @@ _LEFT_ALONE = {
     "maskrcnn": (*_RPN, "roi_heads.box_predictor", "roi_heads.mask_predictor"),
     "keypointrcnn": (*_RPN, "backbone.fpn.layer_blocks", *_KEYPOINTS),
     "retinanet": _DENSE,
-    "yolo11": ("model.23",),
-    "yolo12": ("model.21",),
-    "rtdetr": ("model.28",),
+    "yolo11n": ("model.23",),
+    "yolo12n": ("model.21",),
+    "rtdetr-l": ("model.28",),
     "fcos": (*_DENSE, "head.regression_head.bbox_ctrness"),
 }
+# Of these the whole head is left alone, and layers that happen to be as wide as an output are not.
+_WITH_HEAD = ("yolo11n", "yolo12n", "rtdetr-l")
 
 
 def _parts(name: str, model: nn.Module) -> list[nn.Module]:
