@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -124,13 +123,15 @@ def _is_library(file: str) -> bool:
 
 def _holds_for_others(what: Any) -> bool:
     """Return whether an expression in symbols holds for larger sizes, too."""
+    return all(_holds(what, size) for size in (3, 4, 5, 7, 64, 999))
+
+
+def _holds(what: Any, size: int, otherwise: bool = False) -> bool:
+    """Return whether an expression holds where its symbols are this size, if that is decided."""
     try:
-        return all(
-            bool(what.subs(dict.fromkeys(what.free_symbols, size)))
-            for size in (3, 4, 5, 7, 64, 999)
-        )
+        return bool(what.subs(dict.fromkeys(what.free_symbols, size)))
     except (TypeError, ZeroDivisionError):  # it is not decided, or no number
-        return False
+        return otherwise
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,4 @@ def _takes_others(size: Any) -> bool:
     expression, env, own = size.node.expr, size.node.shape_env, size.node.hint
     guards = [each.expr for each in env.guards if each.expr.free_symbols == {expression}]
     others = (2 * own, 3 * own, own + own // 2, own // 2, own // 3)
-    return not guards or any(
-        all(guard.subs(expression, other) is not sympy.false for guard in guards)
-        for other in others
-    )
+    return any(all(_holds(guard, other, otherwise=True) for guard in guards) for other in others)
