@@ -4,6 +4,7 @@
                                     [--inputs 64]
     python -m benchmarks.eight_bits --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
     python -m benchmarks.eight_bits --train 0.5 0.25 [--examples 5000] [--epochs 2]
+    python -m benchmarks.eight_bits --cut 0.25 --networks resnet18 … [--size 112] [--samples 24]
     python -m benchmarks.eight_bits --half float16 bfloat16 [--networks …] [--size 224]
 
 The first prints milliseconds of a call (one thread, batch 1) of three files of a network, which
@@ -26,14 +27,19 @@ The third cuts ResNet-20 to these shares of its MACs, in eights, and trains what
 CIFAR-10: as ever, and with ``quantize="int8"``. It prints the test errors of both files of each, on
 2,000 images.
 
-The fourth prints what files in 16 bits differ by (``Export.half``) on the certificate's inputs.
+The fourth cuts networks by group magnitude to a time in eight bits, a share of the dense network's
+in float32, by a table of int8 times; *measured* is the file's over the budget. The rival is cut to
+as many MACs by the same score, to widths that a table of times in float32 likes, then quantized.
+All files take turns, and all that can be is in eight bits.
+
+The fifth prints what files in 16 bits differ by (``Export.half``) on the certificate's inputs.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -44,11 +50,14 @@ import l0prune
 from benchmarks.isolation import parser_of
 from l0prune.capture.threads import muted
 from l0prune.data import Data, Tensors
+from l0prune.errors import UsageError, first_line
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided
 from l0prune.exporting.onnx.int8_search import Comparison, Search
-from l0prune.exporting.onnx.quantizer import Feed, Quantizer
+from l0prune.exporting.onnx.quantizer import Feed, Quantizer, in_int8
 from l0prune.files.consent import RECIPES
+from l0prune.plan.measures import measure_of
+from l0prune.timing.network_files import Exporter, Network
 
 NETWORKS = ("resnet20", "resnet20-half", "resnet50", "mobilenet_v2", "efficientnet_b0")
 TURNS = 30
@@ -61,12 +70,17 @@ def smooth_noise(count: int, size: int) -> Tensor:
     )
 
 
+def resnet20() -> nn.Module:
+    """The published network on CIFAR-10, in eval mode."""
+    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / "resnet20-12fca82f.th"
+    return l0prune.load_model(f"{RECIPES / 'vision.py'}:resnet20", str(weights)).eval()
+
+
 def built(name: str, size: int, inputs: int = 16) -> tuple[nn.Module, Tensor]:
     """The network of this name in eval mode, and inputs of it."""
     torch.manual_seed(0)
     if name.startswith("resnet20"):
-        weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / "resnet20-12fca82f.th"
-        model = l0prune.load_model(f"{RECIPES / 'vision.py'}:resnet20", str(weights)).eval()
+        model = resnet20()
         images, _ = next(
             l0prune.load_data("cifar10").train.batches(
                 inputs, generator=torch.Generator().manual_seed(0)
@@ -140,12 +154,7 @@ def row(name: str, size: int, inputs: int, folder: Path) -> str:
     paths["ours"].write_bytes(search.made().SerializeToString())
     networks = {key: collect.Network(path, 1, collect.CPU) for key, path in paths.items()}
     one = {first.name: images[:1].numpy()}
-    times: dict[str, list[float]] = {key: [] for key in networks}
-    for _ in range(TURNS):
-        for key, network in networks.items():
-            network.median(one, 1)
-            times[key].append(network.median(one, 3))
-    ms = {key: collect.typical(each) for key, each in times.items()}
+    ms = by_turns(networks, one)
     cells = [name, f"{ms['float32']:.3g}"]
     for key in ("default", "ours"):
         errors, same = comparison.with_outputs(comparison.outputs(networks[key]))
@@ -195,6 +204,61 @@ def trained(share: float, examples: int, epochs: int) -> list[str]:
     return lines
 
 
+def cut(name: str, size: int, share: float, samples: int) -> str:
+    """A line of the table: cut by times in eight bits, and by those in float32 to the same MACs."""
+    model, images = built(name, size)
+    l0prune.gate(model, images[:2], branches=False)
+    gates, scores = l0prune.gates(model), l0prune.score(model, "group-magnitude")
+    macs = measure_of(gates.plan, "macs")
+    tables = {
+        each: l0prune.measure(model, runtime=each, samples=samples)
+        for each in ("onnxruntime", "onnxruntime-int8")
+    }
+
+    def fitted(budget: str, runtime: str) -> float:
+        gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
+        l0prune.fit(model, budget, scores, latency=tables[runtime])
+        return float(macs.actual(gates.open())) / macs.dense()
+
+    exporters = {"dense": Exporter(model, 1), "int8": Exporter(model, 1, in_int8)}
+    made = {"dense": exporters["dense"].network_of(torch.ones_like(gates.open()))}
+    dense = tables["onnxruntime"].dense
+    try:
+        kept = fitted(f"latency={share * dense:.5g}ms", "onnxruntime-int8")
+    except UsageError as error:
+        return f"| {name} | {dense:.3g} | {share:g}: {first_line(error)} |"
+    made["ours"] = exporters["int8"].network_of(gates.open())
+    rival = fitted(f"macs={kept:.6f}", "onnxruntime")
+    made["rival"] = exporters["int8"].network_of(gates.open())
+    ms = timed(made)
+    cells = [name, f"{ms['dense']:.3g}", f"{share:g}", f"{ms['ours']:.3g}"]
+    cells += [f"{ms['ours'] / ms['dense'] / share:.3f}", f"{kept:.1%}"]
+    cells += [f"{ms['rival']:.3g}", f"{rival:.1%}", f"{ms['rival'] / ms['ours']:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def timed(made: Mapping[str, Network]) -> dict[str, float]:
+    """Milliseconds of files that take turns, on the same inputs."""
+    with tempfile.TemporaryDirectory() as folder:
+        networks = {}
+        for key, each in made.items():
+            path = Path(folder) / f"{key}.onnx"
+            path.write_bytes(each.model.SerializeToString())
+            networks[key] = collect.Network(path, 1, collect.CPU)
+    inputs = {name: value.numpy() for name, value in made["dense"].inputs.items()}
+    return by_turns(networks, inputs)
+
+
+def by_turns(networks: Mapping[str, collect.Network], inputs: Feed) -> dict[str, float]:
+    """Milliseconds of a call of each network."""
+    times: dict[str, list[float]] = {key: [] for key in networks}
+    for _ in range(TURNS):
+        for key, network in networks.items():
+            network.median(inputs, 1)
+            times[key].append(network.median(inputs, 3))
+    return {key: collect.typical(each) for key, each in times.items()}
+
+
 def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> list[str]:
     """Lines of the table, one for each dtype."""
     model, images = built(name, size)
@@ -216,6 +280,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--predict", nargs="+", default=())
     parser.add_argument("--train", nargs="+", type=float, default=())
+    parser.add_argument("--cut", nargs="+", type=float, default=())
     parser.add_argument("--half", nargs="+", default=())
     parser.add_argument("--examples", type=int, default=5000)
     parser.add_argument("--epochs", type=int, default=2)
@@ -229,6 +294,13 @@ def main() -> None:
         print("| MACs | training | float32, error | int8, error | off | × | by |\n|" + "---|" * 7)
         for share in options.train:
             print("\n".join(trained(share, options.examples, options.epochs)), flush=True)
+        return
+    if options.cut:
+        print("| | float32, ms | budget | ours, ms | measured | MACs | rival, ms | MACs | × |")
+        print("|" + "---|" * 9)
+        for name in options.networks:
+            for share in options.cut:
+                print(cut(name, options.size, share, options.samples), flush=True)
         return
     if options.half:
         print("| | dtype | off | same | bytes | × |\n|" + "---|" * 6)

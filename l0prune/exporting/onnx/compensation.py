@@ -210,7 +210,7 @@ class _Layer:
         )
         weight = self._matrix(before * self.steps)
         if both.x.shape[1]:
-            steps, largest = self._matrix(self.steps), int(np.abs(before).max())
+            steps, largest = self._matrix(self.steps), int(np.abs(before.astype(np.int16)).max())
             best = solve(seen, held, self.product.matrix(self.weight.double()), has_bias=has_bias)
             gram, *_ = both.about(mean=has_bias)
             whole, about = rounded(best.weight, gram, steps, largest), held.about(mean=has_bias)
