@@ -5,7 +5,7 @@
 - What takes more than a few seconds is marked ``slow``, and there is a smaller case of it by
   default. Of many cases of one kind, each a second, ``one_in(n)`` takes one in n by default.
   ``python -m pytest -m slow`` runs the others, and all properties on more examples.
-- Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
+- Properties (hypothesis) say no number of examples: it is 30, and 200 with ``-m slow``. Where one
   example costs much, ``@costly`` of ``example_counts.py`` takes a quarter of that.
 - The command line is called inside the process by the fixture ``command``, or by ``done`` and
   ``refused``, which check how it ends. A process of its own (``commands.run``) loads torch for
@@ -43,7 +43,7 @@ from hypothesis import HealthCheck, settings
 # ONNX files are tried in OpenVINO where that is installed: not those of tests, but for the fixture.
 sys.modules.setdefault("openvino", None)
 
-EXAMPLES = {"default": 40, "slow": 200}
+EXAMPLES = {"default": 30, "slow": 200}
 LONG = {"test_wrappers", "test_random_networks", "test_commands", "test_torchrun"}
 MOST_WORKERS = 8  # each holds torch and what it compiled: about a gigabyte
 

@@ -60,7 +60,7 @@ def of_ways(ways, *default):
     )
 
 
-@of_ways(ways.ALL_WAYS, "dense", "l0prune")
+@of_ways(ways.ALL_WAYS, "dense")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.one_in(2)
 def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
@@ -234,6 +234,7 @@ def test_every_row_for_a_gpu_runs_in_its_tiny_form() -> None:
     assert not [line for line in lines if {"failed", "left_out"} & set(line)]
 
 
+@pytest.mark.slow
 def test_grail_is_the_ridge_regression_of_all_inputs_from_those_kept():
     transformers = pytest.importorskip("transformers")
     from benchmarks import language_rivals as rivals

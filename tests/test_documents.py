@@ -206,15 +206,19 @@ GUIDES = {
 }
 
 
-# A YOLO takes its time, and four steps are too few for its gates, as a warning says.
-DETECTORS = (pytest.mark.slow, pytest.mark.filterwarnings("ignore"))
+LONG = {
+    # A YOLO takes its time, and four steps are too few for its gates, as a warning says.
+    "detectors": (pytest.mark.slow, pytest.mark.filterwarnings("ignore")),
+    # torchao loads for seconds, and tests/integrations/test_quantized.py reads the same page.
+    "in-eight-bits": pytest.mark.slow,
+}
 
 
 @pytest.mark.parametrize(
-    "guide", [pytest.param(g, marks=DETECTORS if g == "detectors" else ()) for g in GUIDES]
+    "guide", [pytest.param(guide, marks=LONG.get(guide, ())) for guide in GUIDES]
 )
 @pytest.mark.filterwarnings("ignore:l0prune. exit")  # which random labels may leave without inputs
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(GUIDES[guide])

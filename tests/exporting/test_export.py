@@ -66,7 +66,7 @@ def on(names):
 
 
 @on(ALL)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_dense_computes_what_gated_does(exported):
     model, x, dense = exported
     # A parameter of a branch that is gone, which its class still reads, is a zero of one slot.

@@ -256,6 +256,7 @@ def test_what_torch_says_of_a_fixed_batch_is_the_reason():
     assert "rows are counted by hand here" in dense.note
 
 
+@pytest.mark.slow
 def test_free_sizes_of_a_registered_dataclass_are_a_list_of_its_fields(tmp_path):
     net = Fn(lambda m, pair: m.out(torch.relu(m.a(pair.left))) * pair.right)
     net.a, net.out = nn.Linear(6, 8), nn.Linear(8, 3)

@@ -32,6 +32,7 @@ def certificate_of(file):
     return json.loads(metadata(file)["l0prune.certificate"])
 
 
+@pytest.mark.slow
 def test_each_file_holds_what_the_module_has_learned_since(tmp_path):
     x = torch.randn(4, 6)
     dense = exported(build(), x)

@@ -71,6 +71,7 @@ def test_one_operator_a_layer(kind, name, settings, tmp_path):
     assert dense.params < dense.params_before
 
 
+@pytest.mark.slow
 def test_large_weights_lie_in_the_file_as_the_operator_takes_them(tmp_path):
     """The exporter's own optimizer leaves it to the runtime to put large ones in order."""
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ def test_a_class_that_writes_into_what_is_gone_goes_on(closed, tmp_path):
     assert torch.equal(again(X), dense.module.eval()(X))
 
 
+@pytest.mark.slow
 def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     model = Net(writes=True)
     model.blocks[1].conv1.stride = 1
@@ -64,6 +65,7 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     assert "the branch blocks.1 is gone, and its code computes that" in dense.note
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_branch_writes_into_nothing_that_backward_needs():
     model = gated(Net(writes=True), "blocks.1")
     dense = l0prune.export(model)

@@ -184,6 +184,7 @@ VOLUMES = IMAGES[:, :, None].expand(-1, -1, 4, -1, -1)
     + [(Volumes, VOLUMES, memory) for memory in (MEMORY[0], torch.channels_last_3d)],
 )
 @pytest.mark.parametrize("kind", ["adam", "fused"])
+@pytest.mark.one_in(2)
 def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, x, memory, kind):
     """Fused optimizers refuse gradients and moments that lie otherwise than their parameter."""
     model = gated(net(), (x,)).to(memory_format=memory)

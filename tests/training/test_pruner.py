@@ -269,6 +269,7 @@ def said(pruner, optimizer, model, steps=1):
     return [str(each.message) for each in found]
 
 
+@pytest.mark.slow
 def test_a_healthy_run_says_nothing():
     model, pruner, optimizer = made(steps=400, say=None)
     assert said(pruner, optimizer, model, steps=400) == []
@@ -321,6 +322,7 @@ def scheduled(model, pruner, optimizer, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.one_in(3)
 def test_no_scheduler_reaches_the_gates(schedule):
     model, pruner, optimizer = made(say=None)
     text = " ".join(scheduled(model, pruner, optimizer, schedule))
