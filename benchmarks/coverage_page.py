@@ -98,13 +98,22 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
     for r in low:
         why = (f"{reason} ({share:.1%})" for reason, share in r.get("whole", {}).items())
         parts.append(f"- {r['model']}: {r['macs_share']:.1%}. {' '.join(f'{w}.' for w in why)}")
+    graphs = [r for r in ours if loads and r.get("class") == "graph"]
+    if graphs:
+        parts.append("\nNot of their own class, but the captured graph:\n")
+    parts += [f"- {r['model']}: {_said(r['note'].splitlines()[0])}" for r in graphs]
     failed = [r for r in ours if not is_exact(r)]
     if failed:
         parts.append("\nNot exact, or not to the end:\n")
     for r in failed:
-        reason = (r.get("refused") or r.get("crash") or "").splitlines()[0]
-        parts.append(f"- {r['model']} (at {r.get('step', '?')}): {reason[:300]}")
+        reason = _said(r.get("refused") or r.get("crash") or "")
+        parts.append(f"- {r['model']} (at {r.get('step', '?')}): {reason}")
     return "\n".join(parts) + "\n"
+
+
+def _said(text: str, most: int = 300) -> str:
+    """The beginning of a message, in one line."""
+    return " ".join(text.split())[:most]
 
 
 def is_exact(row: Row) -> bool:
