@@ -24,7 +24,7 @@ from l0prune.data import Data
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
-from l0prune.training import phases, shrinkage
+from l0prune.training import gsm, phases, shrinkage
 from l0prune.training.start import ScoringBudget
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -161,7 +161,11 @@ def learned(
 def penalised(model: nn.Module, share: float, job: Job, penalty: str) -> Cut:
     """A penalty on the weights of slots in place of gates; from all slots, without a score."""
     l0prune.gate(model, (job.example(),), branches=False)
-    return with_gates(model, job, (1.0 + share) / 2, budget=f"macs={share}", penalty=penalty)
+    begins, own = (1.0 + share) / 2, {"budget": f"macs={share}", "penalty": penalty}
+    if penalty == "gsm":  # its decay is that of so many steps, not the one of all others
+        steps = job.first(begins) * job.steps
+        own["weight_decay"] = gsm.default_decay(job.optimizer["lr"], gsm.MOMENTUM, steps)
+    return with_gates(model, job, begins, **own)
 
 
 def _at_once(share: float) -> float:

@@ -25,7 +25,7 @@ from l0prune.training.group_penalty import GroupPenalty
 from l0prune.training.settings import Settings
 
 _EVERY = 10  # steps between two looks at how many slots the budget keeps
-_MOMENTUM = 0.98
+MOMENTUM = 0.98
 _DECAY = 10.0  # ln of the factor by which what the loss never reaches shrinks in a run
 _MOST = 0.01  # η beyond which the loss does not hold its own weights in short runs
 
@@ -41,7 +41,7 @@ def default_decay(rate: float, momentum: float, steps: int) -> float:
 def with_defaults(settings: Settings, steps: int) -> Settings:
     """Settings with the momentum of the paper, and a decay for so many steps, unless given."""
     given = settings.model_fields_set
-    momentum = settings.momentum if "momentum" in given else _MOMENTUM
+    momentum = settings.momentum if "momentum" in given else MOMENTUM
     decay = default_decay(settings.lr, momentum, steps)
     decay = settings.weight_decay if "weight_decay" in given else decay
     return settings.model_copy(update={"momentum": momentum, "weight_decay": decay})
