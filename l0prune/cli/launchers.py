@@ -51,7 +51,7 @@ class Command:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Let a command write its checkpoint and end; one that does not is killed."""
-    process.send_signal(signal.SIGINT)
+    process.terminate()  # what a shell has put into the background may ignore SIGINT
     try:
         process.wait(_GRACE)
     except subprocess.TimeoutExpired:

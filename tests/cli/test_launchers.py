@@ -57,9 +57,14 @@ def test_how_a_process_ended_is_known(tmp_path):
 
 
 def test_a_process_that_is_stopped_may_end_by_itself(tmp_path):
-    waits = "print('begun', flush=True)\ntry:\n  import time; time.sleep(60)\n"
-    waits += "except KeyboardInterrupt:\n  print('kept')"
-    job = launcher("processes", tmp_path, 1, {}).start(command(tmp_path, waits))
+    waits = "import signal, sys, time\n"
+    waits += "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('kept')))\n"
+    waits += "print('begun', flush=True)\ntime.sleep(60)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in the background
+    try:
+        job = launcher("processes", tmp_path, 1, {}).start(command(tmp_path, waits))
+    finally:
+        signal.signal(signal.SIGINT, before)
     while "begun" not in (tmp_path / "log.txt").read_text():
         time.sleep(0.01)
     job.stop()
@@ -80,7 +85,7 @@ def test_a_command_that_is_interrupted_elsewhere_stops_its_process(tmp_path, mon
     monkeypatch.setattr(Command, "begin", lambda _: process)
     with pytest.raises(KeyboardInterrupt):
         command(tmp_path, "")()
-    assert process.returncode in (-signal.SIGINT, 1)
+    assert process.returncode == -signal.SIGTERM
 
 
 class Slurm:
