@@ -201,12 +201,15 @@ class Followers:
         if budget is not None:
             with_runs = {*asked_of} - {self._gates}
             for bank in {self._gates, *self._averages, *self._changing} - with_runs:
-                asked_of[bank] = partial(_strays, budget)
+                asked_of[bank] = partial(_strays, budget, open_.cpu().clone())
 
 
-def _strays(budget: Budget, open_: Tensor) -> str:
-    """Warning of gates that exceed the budget that those of the model were fitted to."""
-    found = excess_of(budget, open_)
+def _strays(budget: Budget, fitted: Tensor, open_: Tensor) -> str:
+    """Warning of gates that exceed the budget that those of the model were fitted to.
+
+    Fitted gates themselves do not, whatever is predicted of them: their time was observed.
+    """
+    found = "" if torch.equal(open_, fitted) else excess_of(budget, open_)
     return found and (
         "the gates of this model exceed the budget of the run that trained them: an "
         f"export has {found}. The usual cause is an average (EMA) of your own that is not "
