@@ -35,14 +35,14 @@ def _images(side: int = 64, count: int = 2) -> Tensor:
     return torch.randn(count, 3, side, side)
 
 
-def ultralytics(kind: str, config: str, side: int = 96) -> Made:
+def ultralytics(kind: str, config: str, side: int = 96, classes: int = 5) -> Made:
     """A network of ultralytics by its configuration file, with the loss of its trainer."""
     os.environ |= {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false"}
     from ultralytics.cfg import get_cfg
     from ultralytics.nn import tasks
 
-    model: Any = getattr(tasks, kind)(config, nc=5, verbose=False)
-    model.args, model.nc = get_cfg(), 5  # as its trainer does
+    model: Any = getattr(tasks, kind)(config, nc=classes, verbose=False)
+    model.args, model.nc = get_cfg(), classes  # as its trainer does
     # As its own export does where sizes are to be free; RT-DETR's code then asks for values.
     model.model[-1].dynamic = kind != "RTDETRDetectionModel"
     image = torch.rand(2, 3, side, side)
