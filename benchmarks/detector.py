@@ -7,13 +7,13 @@ discs, squares and triangles of random colours on noise. Each way begins with th
 the same number of epochs more, in one loop, with ultralytics' own loss, AdamW and the same rates:
 
 - ``l0prune``: gates that learn in the loop, after a first cut by scores (``Pruner.start_from``);
-- ``group-magnitude``: cut by l0prune with that score, which is Torch-Pruning's, then trained;
+- ``group-magnitude``: cut by l0prune with that score alone, then trained;
 - ``dense``: as it is, for what the epochs alone give;
 - ``at-once``: cut by l0prune with the scores that gates start from, then trained;
 - ``torch-pruning``: its group pruner cuts all layers by the same share (``benchmarks.depgraph``),
   the head left whole, no block rewritten, then trained. The cut may take LIMIT seconds of a CPU.
 
-mAP is of the test images, after ultralytics' own suppression, matching and ``ap_per_class``.
+mAP is of the test images, with ultralytics' own suppression, matching and ``ap_per_class``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import l0prune
@@ -36,10 +36,8 @@ from benchmarks import depgraph, today
 from benchmarks.isolation import parser_of
 from benchmarks.ways import macs
 
-SHARE = 0.5
-LIMIT = 120
-KINDS = 3
-BATCH = 16
+SHARE, LIMIT = 0.5, 120
+KINDS, BATCH = 3, 16
 RATES = {"lr": 2e-3, "weight_decay": 5e-4}
 
 
@@ -54,9 +52,9 @@ def picture(size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
         x, y = (side / 2 + (size - side) * torch.rand(2, generator=random)).tolist()
         u, v = (across + 0.5 - x) / side, (down + 0.5 - y) / side  # -1/2 to 1/2 within its box
         square = (u.abs() <= 0.5) & (v.abs() <= 0.5)
-        inside = (u**2 + v**2 <= 0.25, square, square & (2 * u.abs() <= v + 0.5))[kind]
         if bool((taken & square).any()):
             continue
+        inside = (u**2 + v**2 <= 0.25, square, square & (2 * u.abs() <= v + 0.5))[kind]
         taken |= square
         colour = 0.4 + 0.6 * torch.rand(3, 1, generator=random)
         image[:, inside] = colour + 0.1 * torch.randn(3, int(inside.sum()), generator=random)
@@ -72,9 +70,7 @@ def collated(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, dict[str, T
     return torch.stack(images), {"batch_idx": index, "cls": kinds, "bboxes": boxes}
 
 
-def train(
-    model: nn.Module, loader: DataLoader, loss: Any, epochs: int, pruner: l0prune.Pruner | None
-) -> None:
+def train(model: Any, loader: DataLoader, loss: Any, epochs: int, pruner: Any) -> None:
     """The loop of all ways: AdamW, a rate that rises for a tenth of the steps, then falls to 0."""
     groups: Any = model.parameters() if pruner is None else pruner.param_groups(**RATES)
     optimizer = torch.optim.AdamW(groups, **RATES)
@@ -95,7 +91,7 @@ def train(
 
 
 @torch.no_grad()
-def mean_ap(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
+def mean_ap(model: Any, loader: DataLoader) -> tuple[float, float]:
     """mAP at an IoU of 0.5, and the mean over 0.5 to 0.95."""
     from ultralytics.engine.validator import BaseValidator
     from ultralytics.utils.metrics import ap_per_class, box_iou
@@ -103,7 +99,7 @@ def mean_ap(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
     from ultralytics.utils.ops import xywh2xyxy
 
     matching: Any = SimpleNamespace(iouv=torch.linspace(0.5, 0.95, 10))
-    found, wanted = [], []
+    found = []
     for images, targets in loader:
         answers = non_max_suppression(model(images)[0], 0.001, 0.7, max_time_img=60.0)
         for i, answer in enumerate(answers):
@@ -111,10 +107,8 @@ def mean_ap(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
             kinds = targets["cls"][mine].flatten()
             ious = box_iou(xywh2xyxy(targets["bboxes"][mine]) * images.shape[-1], answer[:, :4])
             hits = BaseValidator.match_predictions(matching, answer[:, 5], kinds, ious)
-            found.append((hits, answer[:, 4], answer[:, 5]))
-            wanted.append(kinds)
-    columns = (torch.cat(each).numpy() for each in zip(*found, strict=True))
-    ap = ap_per_class(*columns, torch.cat(wanted).numpy())[5]
+            found.append((hits, answer[:, 4], answer[:, 5], kinds))
+    ap = ap_per_class(*(torch.cat(each).numpy() for each in zip(*found, strict=True)))[5]
     return float(ap[:, 0].mean()), float(ap.mean())
 
 
@@ -140,12 +134,11 @@ def grouped(model: Any, example: Tensor, *_: Any) -> None:
 
     model.requires_grad_(True)
     count = partial(macs, example=example)
-    most = SHARE * count(model)
     signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
     try:
         pruner = depgraph.pruner(model, example, model.model[-1], uniform=True)
-        depgraph.shrink(pruner, model, count, most)
+        depgraph.shrink(pruner, model, count, SHARE * count(model))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     model.model[-1].dfl.requires_grad_(False)  # as it was
@@ -174,9 +167,9 @@ def main() -> None:
     torch.manual_seed(given.seed)
     random = torch.Generator().manual_seed(given.seed)
     pictures: Any = [picture(given.size, random) for _ in range(given.images * 5 // 4)]
-    options: dict[str, Any] = {"batch_size": BATCH, "collate_fn": collated}
-    loader = DataLoader(pictures[: given.images], shuffle=True, **options)
-    test = DataLoader(pictures[given.images :], **options)
+    batched = partial(DataLoader, batch_size=BATCH, collate_fn=collated)
+    loader = batched(pictures[: given.images], shuffle=True)
+    test = batched(pictures[given.images :])
     base: Any = today.ultralytics("DetectionModel", "yolo11n.yaml", classes=KINDS)[0]
     example = torch.rand(2, 3, given.size, given.size)
     criterion, whole = base.init_criterion(), macs(base, example)
@@ -190,13 +183,13 @@ def main() -> None:
         try:
             pruner = WAYS[way](model, example, loader, loss, epochs * len(loader))
         except Exception as error:  # what a tool says is its row
-            print(f"| `{name}` | {type(error).__name__}: {str(error)[:200]} |" + " |" * 5)
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"| `{name}` | {said} |" + " |" * 5, flush=True)
             return
         train(model, loader, loss, epochs, pruner)
         if way not in ("dense", "torch-pruning"):
             model = l0prune.export(model).module
-        seconds = time.process_time() - start
-        half, mean = mean_ap(model, test)
+        seconds, (half, mean) = time.process_time() - start, mean_ap(model, test)
         share, size = macs(model, example) / whole, sum(p.numel() for p in model.parameters())
         print(f"| `{name}` | {epochs} | {share:.1%} | {size:,} ", end="")
         print(f"| {half:.3f} | {mean:.3f} | {seconds:.0f} |", flush=True)
