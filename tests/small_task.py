@@ -2,12 +2,18 @@
 
 import copy
 import functools
+import itertools
+import os
+import signal
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
 import l0prune
 from l0prune.data import Data, Tensors
+from l0prune.errors import Interrupted
 
 FEATURES, CLASSES = 6, 3
 
@@ -42,6 +48,21 @@ def made(kind, **kwargs):
     """One of which all are copies: to capture it takes longer than to train it for an epoch."""
     model = l0prune.gate(network(**kwargs), torch.zeros(2, FEATURES), gate=kind)
     return model, torch.get_rng_state()
+
+
+@contextmanager
+def stopped_at(model, number):
+    """Within the context Ctrl-C stops training, at the forward of the model with this number."""
+    calls = itertools.count()
+
+    def stop(*_):
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    hook = model.register_forward_pre_hook(stop)
+    with pytest.raises(Interrupted):
+        yield
+    hook.remove()
 
 
 def tensors(model):

@@ -1,4 +1,4 @@
-"""Where the runs of a sweep go: processes of this machine, or jobs of submitit or Ray, by name."""
+"""Launchers of the runs of a sweep: processes of this machine, submitit or Ray, by name."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ State = Literal["running", "done", "failed", "lost"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run stands.
+    """State of a run of a sweep.
 
     Attributes:
         state: done with a result; failed by itself; or lost, since something ended it.

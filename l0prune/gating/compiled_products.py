@@ -114,7 +114,7 @@ Launch = tuple[tuple[str, ...], str, torch.dtype]
 
 
 class CompiledProducts:
-    """What multiplies the gated tensors of a model whose forward is traced.
+    """Products of the gated tensors of a model whose forward is traced.
 
     It is another object whenever multipliers have come to stand elsewhere.
     """

@@ -113,7 +113,7 @@ class Group:
         self.sums: list[tuple[int, tuple[int, ...]]] = []  # by where they go
         table, tiles = [], []
         begins = list(accumulate((line.rows * line.columns for line in lines), initial=0))
-        self.begins, self.size = begins[:-1], begins[-1]
+        self.count, self.size = len(lines), begins[-1]
         for number, (line, begin) in enumerate(zip(lines, begins, strict=False)):
             table.append((begin, line.rows, line.columns, line.after, line.size,
                           line.of_columns, line.of_rows, partial))  # fmt: skip
@@ -219,8 +219,8 @@ class Table:
         """The groups, each with its part of what there is one of for each line."""
         begin = 0
         for group in self.groups:
-            yield group, values[begin : begin + len(group.begins)]
-            begin += len(group.begins)
+            yield group, values[begin : begin + group.count]
+            begin += group.count
 
 
 def _sums(lines: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where processes that torchrun started meet: in a part of their store that is new.
+"""Meeting place of processes that torchrun started: a part of their store that is new.
 
 Those that torchrun starts again find the store of the attempt before, with addresses at which
 nobody is any more, and would wait there.

@@ -143,7 +143,7 @@ RATE = 500.0
 _FAR = 0.1
 _LARGEST = 1e6
 # Steps that gates go on as they did: Adam's first moment (β₁ = 0.9) is a mean over about so many.
-AHEAD = 10
+_AHEAD = 10
 
 
 class Budget:
@@ -243,8 +243,7 @@ class Budget:
         as 40 % of a large one, and needs as long. It begins at what an export had of it when the
         budget was made, where that is more.
         """
-        length = self._ramp * self._steps
-        passed = min(1.0, self.done / length) if length else 1.0
+        passed = passed_of(self.done, self._ramp * self._steps)
         return self._begins ** (1 - passed) * self._shares**passed
 
     def observe(self, open_: Tensor) -> None:
@@ -310,15 +309,11 @@ class Budget:
             if self._block_coupling is not None:
                 gradient.copy_(self._block_coupling.mean(gradient))
         unit = 1 / self._balance.weight
-        ahead = self._ahead(self._excess.float())
+        excess = self._excess.float()
+        ahead = ahead_of(excess, self._before)
         self.multipliers = ascended(self.multipliers, ahead, self._rate, unit)
-        self._excess = None
+        self._before, self._excess = excess, None
         self.done += 1
-
-    def _ahead(self, excess: Tensor) -> Tensor:
-        """The excess ``AHEAD`` steps from now, if it goes on as since the last step."""
-        before, self._before = self._before, excess
-        return excess if before is None else excess + AHEAD * (excess - before.to(excess))
 
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
@@ -374,6 +369,21 @@ class Budget:
             self._block_coupling = BlockCoupling(
                 self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)
             )
+
+
+def passed_of(done: float, length: float) -> float:
+    """Return the part of a ramp of this length, in steps, that has passed: 0 to 1."""
+    return min(1.0, done / length) if length else 1.0
+
+
+def ahead_of(excess: Tensor, before: Tensor | None) -> Tensor:
+    """Return the excess ``_AHEAD`` steps from now, if it goes on as since the last step.
+
+    Args:
+        excess: of this step.
+        before: of the last one; None at the first.
+    """
+    return excess if before is None else excess + _AHEAD * (excess - before.to(excess))
 
 
 def ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:

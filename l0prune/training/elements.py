@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder, weights_of
-from l0prune.gating.bank import CLOSED, Gates
+from l0prune.gating.bank import Gates
 from l0prune.running.processes import is_sharded
-from l0prune.training.budget import AHEAD, RATE, Budget, ascended
-from l0prune.training.group_penalty import GroupPenalty, check_unlearned, stand
+from l0prune.training.budget import RATE, Budget, ahead_of, ascended, passed_of
+from l0prune.training.group_penalty import GroupPenalty, check_unlearned, close, erase, stand
 from l0prune.training.gsm import SparseMomentum, check_decay, saliency
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
@@ -90,7 +90,8 @@ class ElementPenalty:
         self._scales = [
             float(weight.detach().abs().float().square().mean().sqrt()) or 1.0 for weight in weights
         ]
-        self._multiplier, self._before = torch.zeros(1), torch.zeros(1)
+        self._multiplier = torch.zeros(1)
+        self._before: Tensor | None = None  # excess of the last step
         self._zeros: list[Tensor] | None = None
         stand(gates)
 
@@ -103,10 +104,8 @@ class ElementPenalty:
         return weights
 
     def _count(self, number: float) -> int:
-        """How many weights may stay at this step."""
-        length = self._ramp * self._phases.learning
-        passed = min(1.0, number / length) if length else 1.0
-        share: float = self._share**passed
+        """Return the number of weights that may stay at this step."""
+        share: float = self._share ** passed_of(number, self._ramp * self._phases.learning)
         return max(1, round(share * self._total))
 
     def _sizes(self, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -178,8 +177,7 @@ class ElementPenalty:
         if self._share == 1:
             return self._phases.factor(number)
         excess = torch.tensor([self._nonzero(weights) / self._count(number) - 1])
-        ahead = excess + AHEAD * (excess - self._before) if number else excess
-        self._before = excess
+        ahead, self._before = ahead_of(excess, self._before), excess
         self._multiplier = ascended(self._multiplier, ahead, self._rate, torch.ones(1))
         return float(self._multiplier)
 
@@ -216,10 +214,8 @@ class ElementPenalty:
         gates, groups = self._gates, Groups(self._root, self._gates)
         before = int(gates.open().sum())
         while bool((dead := self._dead(groups)).any()):
-            for part in groups.parts:
-                part.parameter.mul_(groups.at(part, 1 - dead.float()).to(part.parameter.dtype))
-            closed = gates.initial(CLOSED).to(gates.log_alpha)
-            gates.log_alpha.copy_(torch.where(dead, closed, gates.log_alpha))
+            erase(groups, dead)
+            close(gates, dead)
         return before - int(gates.open().sum())
 
     def _dead(self, groups: Groups) -> Tensor:
@@ -233,12 +229,8 @@ class ElementPenalty:
                 dead[axis.start + int(open_[axis.slice].float().argmax())] = False
         return dead
 
-    def stand(self) -> None:
-        """Let all open gates be equally open."""
-        stand(self._gates)
-
     def record(self) -> dict[str, Any]:
-        """How many weights are not zero."""
+        """Return the number of weights that are not zero, for a record of the run."""
         return {"nonzero": self._nonzero(self._weights())}
 
     def state_dict(self) -> dict[str, Any]:

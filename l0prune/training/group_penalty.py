@@ -72,7 +72,7 @@ class GroupPenalty:
         self._scale = self._usual(self._sizes())
         self._spared: Tensor | None = None
         self._least = 1.0  # of sizes beside what is usual
-        self.stand()
+        stand(gates)
 
     def _now(self) -> Groups:
         """The groups at the size that the model has now."""
@@ -92,10 +92,6 @@ class GroupPenalty:
             if len(known) and bool((mean := known.mean()) > 0):
                 found[axis.slice] = mean
         return found
-
-    def stand(self) -> None:
-        """Let all open gates be equally open: z is 1."""
-        stand(self._gates)
 
     def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
         """Before the optimizer's step of this number: nothing, for penalties that only shrink."""
@@ -218,12 +214,8 @@ class GroupPenalty:
         if not bool(slots.any()):
             return
         if shrink:
-            for part in self._groups.parts:
-                left = self._groups.at(part, 1 - slots.float())
-                part.parameter.mul_(left.to(part.parameter.dtype))
-        log_alpha = self._gates.log_alpha
-        closed = self._gates.initial(CLOSED).to(log_alpha)
-        log_alpha.copy_(torch.where(slots, closed, log_alpha))
+            erase(self._groups, slots)
+        close(self._gates, slots)
 
     @torch.no_grad()
     def rank(self) -> str:
@@ -239,7 +231,7 @@ class GroupPenalty:
         return ""
 
     def record(self) -> dict[str, Any]:
-        """What belongs into a record of the run beside what gates have."""
+        """Return the entries of a record of the run, beside those of gates."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,6 +261,18 @@ def stand(gates: Gates) -> None:
     """Let all open gates be equally open: z is 1."""
     starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
     gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
+
+
+def close(gates: Gates, slots: Tensor) -> None:
+    """Close these slots for good."""
+    closed = gates.initial(CLOSED).to(gates.log_alpha)
+    gates.log_alpha.copy_(torch.where(slots, closed, gates.log_alpha))
+
+
+def erase(groups: Groups, slots: Tensor) -> None:
+    """Make the weights of these slots zero."""
+    for part in groups.parts:
+        part.parameter.mul_(groups.at(part, 1 - slots.float()).to(part.parameter.dtype))
 
 
 class _Shrunk(NamedTuple):

@@ -103,7 +103,7 @@ class SparseMomentum(GroupPenalty):
             self._close(self._excessive(t, faint), shrink=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What any has, and how many slots are active."""
+        """The state of any penalty on slots, and the number of active slots."""
         return {**super().state_dict(), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

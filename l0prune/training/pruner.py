@@ -23,6 +23,7 @@ from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
 from l0prune.training.elements import penalty_of
 from l0prune.training.gate_terms import GateTerms, add_gradients
+from l0prune.training.group_penalty import stand
 from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, bare, free
@@ -208,7 +209,7 @@ class Pruner:
 
     @property
     def network(self) -> nn.Module:
-        """What a loop with ``wrap`` calls: the model in DDP or FSDP2, made anew after each cut.
+        """The network that a loop with ``wrap`` calls: in DDP or FSDP2, made anew after each cut.
 
         Without ``wrap``, and after the last step, the model itself. The model should be where it
         is trained before this is first asked for.
@@ -407,7 +408,7 @@ class Pruner:
                 self._say_it(said)
             self._terms.fit()
             if self._penalty is not None:
-                self._penalty.stand()
+                stand(self.gates)
             self._followers.follow(self.budget)
         self._begun = self.step
         self.gates.fixed = self.phase == "settle" or self._penalty is not None

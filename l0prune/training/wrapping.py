@@ -1,4 +1,4 @@
-"""What a loop puts around its model (DDP, FSDP2): taken off before a cut, put on again after it."""
+"""Wrappers of a loop around its model (DDP, FSDP2): off before a cut, on again after it."""
 
 from __future__ import annotations
 

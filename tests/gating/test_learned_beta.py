@@ -2,17 +2,15 @@
 
 import copy
 import math
-import os
-import signal
 
 import pytest
 import torch
-from small_task import FEATURES, data, differing, gated, tensors
+from small_task import FEATURES, data, differing, gated, stopped_at, tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import l0prune
-from l0prune.errors import FileError, Interrupted, UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.gating.kinds.base import gate_of
 
 HardConcrete = l0prune.HardConcrete
@@ -175,16 +173,8 @@ def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path):
     settings = {"budget": "params=0.5", "compact": "never"}
     whole = learned(axis_by_axis(), out=tmp_path / "whole", **settings)
     model = axis_by_axis()
-    calls = iter(range(100))
-
-    def stop(*_):
-        if next(calls) == 12:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    hook = model.register_forward_pre_hook(stop)
-    with pytest.raises(Interrupted):
+    with stopped_at(model, 12):
         learned(model, out=tmp_path, **settings)
-    hook.remove()
     model = learned(axis_by_axis(), out=tmp_path, resume=True, **settings)
     assert differing(tensors(model), tensors(whole)) == []
 

@@ -1,16 +1,13 @@
 """Penalties on single weights: single steps, whole runs, zeros that stay, and what is refused."""
 
-import os
-import signal
-
 import pytest
 import torch
-from small_task import FEATURES, data, differing, gated, tensors
-from test_gsm import DECAY, MOMENTUM, RATE, batches, mlp
+from small_task import FEATURES, data, differing, gated, stopped_at, tensors
+from test_gsm import DECAY, MOMENTUM, RATE, batches, differentiated, mlp
 from torch.nn.functional import softshrink
 
 import l0prune
-from l0prune.errors import Interrupted, UsageError
+from l0prune.errors import UsageError
 from l0prune.gating.attaching import weights_of
 from l0prune.training.shrinkage import names
 
@@ -64,12 +61,7 @@ def test_global_sparse_momentum_is_the_formula():
     w = {name: p.detach().double() for name, p in mlp().named_parameters()}
     z = {name: torch.zeros_like(p) for name, p in w.items()}
     for x in batches(9):
-        for p in w.values():
-            p.requires_grad_()
-        hidden = torch.relu(x.double() @ w["0.weight"].T + w["0.bias"])
-        loss = (hidden @ w["2.weight"].T + w["2.bias"]).square().mean()
-        g = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
-        w = {name: p.detach() for name, p in w.items()}
+        w, g = differentiated(w, x)
         least = torch.cat([(w[n] * g[n]).abs().flatten() for n in NAMES]).sort().values[-7]
         g |= {n: g[n] * ((w[n] * g[n]).abs() >= least) for n in NAMES}
         z = {n: MOMENTUM * z[n] + DECAY * w[n] + g[n] for n in w}
@@ -122,16 +114,9 @@ def test_what_a_price_has_made_zero_stays_and_empty_slots_are_cut():
 def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path):
     whole, _ = tuned(gated(), out=tmp_path / "whole")
     for name, stops in (("learns", 9), ("settles", 20)):
-        model, calls = gated(), iter(range(100))
-
-        def stop(*_, calls=calls, stops=stops):
-            if next(calls) == stops:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        hook = model.register_forward_pre_hook(stop)
-        with pytest.raises(Interrupted):
+        model = gated()
+        with stopped_at(model, stops):
             tuned(model, out=tmp_path / name)
-        hook.remove()
         model, _ = tuned(gated(), out=tmp_path / name, resume=True)
         assert differing(tensors(model), tensors(whole)) == []
 

@@ -1,17 +1,14 @@
 """Penalties on groups: the operator in Adam's metric, single steps, and whole runs."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from small_task import FEATURES, data, differing, gated, tensors
+from small_task import FEATURES, data, differing, gated, stopped_at, tensors
 from torch import nn
 
 import l0prune
-from l0prune.errors import Interrupted, UsageError
+from l0prune.errors import UsageError
 from l0prune.gating.attaching import bypass
 from l0prune.training.group_penalty import _in_metric
 from l0prune.training.shrinkage import names
@@ -153,16 +150,8 @@ def test_a_run_that_is_stopped_goes_on_to_the_bit(tmp_path):
     settings = {"penalty": "scad", "budget": "params=0.5", "lr": 1e-2}
     whole = tuned(gated(), out=tmp_path / "whole", **settings)
     model = gated()
-    calls = iter(range(100))
-
-    def stop(*_):
-        if next(calls) == 14:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    hook = model.register_forward_pre_hook(stop)
-    with pytest.raises(Interrupted):
+    with stopped_at(model, 14):
         tuned(model, out=tmp_path, **settings)
-    hook.remove()
     model = tuned(gated(), out=tmp_path, resume=True, **settings)
     assert differing(tensors(model), tensors(whole)) == []
 

@@ -2,16 +2,14 @@
 
 import copy
 import math
-import os
-import signal
 
 import pytest
 import torch
-from small_task import data, differing, gated, network, tensors
+from small_task import data, differing, gated, network, stopped_at, tensors
 from torch import nn
 
 import l0prune
-from l0prune.errors import Interrupted, UsageError
+from l0prune.errors import UsageError
 from l0prune.training.gsm import with_defaults
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.02
@@ -27,18 +25,22 @@ def batches(count):
     return [torch.randn(16, 4, generator=generator) for _ in range(count)]
 
 
+def differentiated(w, x):
+    """The parameters of ``mlp``, and the gradient of each: the loss is the mean square output."""
+    w = {name: p.detach().requires_grad_() for name, p in w.items()}
+    hidden = torch.relu(x.double() @ w["0.weight"].T + w["0.bias"])
+    loss = (hidden @ w["2.weight"].T + w["2.bias"]).square().mean()
+    g = torch.autograd.grad(loss, list(w.values()))
+    return {name: p.detach() for name, p in w.items()}, dict(zip(w, g, strict=True))
+
+
 def by_hand(model, count, active):
     """The parameters after so many steps, the loss reaching so many hidden neurons in each."""
     w = {name: p.detach().double() for name, p in model.named_parameters()}
     z = {name: torch.zeros_like(p) for name, p in w.items()}
     seen = set()
     for x in batches(count):
-        for p in w.values():
-            p.requires_grad_()
-        hidden = torch.relu(x.double() @ w["0.weight"].T + w["0.bias"])
-        loss = (hidden @ w["2.weight"].T + w["2.bias"]).square().mean()
-        g = dict(zip(w, torch.autograd.grad(loss, list(w.values())), strict=True))
-        w = {name: p.detach() for name, p in w.items()}
+        w, g = differentiated(w, x)
         first, last = ((w[n] * g[n]).abs() for n in ("0.weight", "2.weight"))
         best = (first.sum(1) + last.sum(0)).topk(active).indices
         seen.add(tuple(sorted(best.tolist())))
@@ -101,16 +103,9 @@ def test_slots_that_have_decayed_are_closed_and_cut_in_training_and_a_run_goes_o
     tuned(model, out=tmp_path / "whole", **settings)
     assert widths[0] == 16
     assert widths[18] == 12, widths  # before the weights settle
-    again, calls = decayed(), iter(range(100))
-
-    def stop(*_):
-        if next(calls) == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    hook = again.register_forward_pre_hook(stop)
-    with pytest.raises(Interrupted):
+    again = decayed()
+    with stopped_at(again, 20):
         tuned(again, out=tmp_path, **settings)
-    hook.remove()
     again = tuned(decayed(), out=tmp_path, resume=True, **settings)
     assert differing(tensors(again), tensors(model)) == []
 

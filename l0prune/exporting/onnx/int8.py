@@ -95,7 +95,7 @@ class Int8:
 
     @property
     def is_compensated(self) -> bool:
-        """Whether the file has weights that make up for the rounding."""
+        """Return whether the file has weights that make up for the rounding."""
         return self.compensated is not None and self.compensated[1] < self.compensated[0]
 
     @property
