@@ -347,8 +347,9 @@ class Data:
         for part, split in (("training", self.train), ("test", self.test)):
             if not len(split):
                 raise DataError(f"{self.name} holds no {part} examples.")
-            largest = int(split.targets.max()) if isinstance(split, Tensors) else 0
-            if self.classes and largest >= self.classes:
+            if not self.classes or not isinstance(split, Tensors):
+                continue
+            if (largest := int(split.targets.max())) >= self.classes:
                 raise DataError(
                     f"{self.name} is said to have {self.classes} classes, but a {part} label is "
                     f"{largest}; the last class is number {self.classes - 1}."

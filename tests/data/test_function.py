@@ -83,6 +83,7 @@ def test_a_data_object_keeps_its_classes_and_gets_the_name_it_was_asked_by(data_
     "body",
     [
         "return (x, x.sum(1)), (x, x.sum(1))",
+        "none = torch.full((6,), torch.nan); return (x, none), (x, none)",
         "return TensorDataset(x, x), TensorDataset(x, x[:, 0])",
         "d = [{'a': v, 'b': v} for v in x]; return d, d",  # no labels
     ],

@@ -413,7 +413,7 @@ def test_a_recipe_names_its_loss_and_metric(tmp_path):
     result = run(recipe, tmp_path / "alone")
     assert result["metric"] == "loss"
     assert result["test_loss"] == pytest.approx(result["onnx_test_loss"], rel=1e-4)
-    (tmp_path / "numbers.toml").write_text(NUMBERS.replace("py:data", "py:alone"))
+    (tmp_path / "numbers.toml").write_text(NUMBERS.replace("py:data", "py:one_at_a_time"))
     with pytest.raises(DataError, match="has no test data"):
         run(load(str(tmp_path / "numbers.toml"), []), tmp_path / "never")
     (tmp_path / "numbers.toml").write_text(NUMBERS.replace("mse", "mes"))
