@@ -18,7 +18,7 @@ from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
-from l0prune.cli.help import Command
+from l0prune.cli.help import GroupedCommand
 from l0prune.cli.measure import measure
 from l0prune.cli.shrink import shrink
 from l0prune.cli.sweep import sweep
@@ -42,7 +42,7 @@ COMMANDS = (
     *(runs.run, sweep, runs.report),
 )
 for command in COMMANDS:
-    app.command(cls=Command)(command)
+    app.command(cls=GroupedCommand)(command)
 app.add_typer(runs.app, name="recipes")
 
 

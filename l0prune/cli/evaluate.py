@@ -11,22 +11,16 @@ import typer
 from rich.table import Table
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    Json,
-    ModelOption,
-    Tokenizer,
-    TrustPickle,
-    Weights,
+from l0prune.cli.opening import (
     load_data,
     open_model,
     preprocessing_in,
     recorded_data,
     recorded_tokenizer,
-    with_settings,
 )
+from l0prune.cli.options import with_settings
 from l0prune.errors import UsageError
 
 Against = Annotated[
@@ -49,11 +43,11 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     *,
     settings: dict[str, Any],
     against: Against = None,
@@ -65,8 +59,8 @@ def evaluate(
             help="Examples at a time [100; of text 4,096 tokens].",
         ),
     ] = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Test a model: its loss and metric over all test examples.
 

@@ -8,20 +8,9 @@ from typing import Annotated
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    Json,
-    Model,
-    ModelOption,
-    Tokenizer,
-    TrustPickle,
-    Weights,
-    load_data,
-    open_model,
-    recorded_data,
-)
+from l0prune.cli.opening import load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 
 Experts = Annotated[int, typer.Option(min=1, help="That each mixture keeps.")]
@@ -29,27 +18,24 @@ Score = Annotated[
     str,
     typer.Option(help="output (how far outputs move), reap (share times output) or load (inputs)."),
 ]
-Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
-Seed = Annotated[int, typer.Option(help="Of the choice of inputs.")]
 Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.experts.")]
 
 
 def experts(
-    model: Model = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     experts: Experts = ...,  # type: ignore[assignment]
     score: Score = "output",
-    samples: Samples = 64,
-    batch_size: Batch = 8,
-    seed: Seed = 0,
+    samples: options.Samples = 64,
+    batch_size: options.Batch = 8,
+    seed: options.Seed = 0,
     out: Out = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Cut the experts of every mixture in a model to so many, by some inputs alone.
 

@@ -9,14 +9,10 @@ import typer
 from rich.console import Group
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import (
+from l0prune.cli.opening import (
     LATENCY,
-    DataRoot,
-    DataSpec,
-    Json,
-    TrustPickle,
-    WithReport,
     load_data,
     preprocessing_in,
     recorded_data,
@@ -44,18 +40,8 @@ Tflite = Annotated[bool, typer.Option("--tflite", help="Write MODEL.tflite, a pr
 State = Annotated[
     bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
 ]
-Pretrained = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
-    ),
-]
 Code = Annotated[
     bool, typer.Option("--code", help="With --pretrained: a file that loads it without l0prune.")
-]
-Vllm = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Write the folder that vLLM serves, of a Llama."),
 ]
 Opset = Annotated[
     int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
@@ -121,9 +107,9 @@ def export(
     pte: Pte = False,
     tflite: Tflite = False,
     state: State = False,
-    pretrained: Pretrained = None,
+    pretrained: options.Pretrained = None,
     code: Code = False,
-    vllm: Vllm = None,
+    vllm: options.Vllm = None,
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
@@ -132,15 +118,15 @@ def export(
     half_io: HalfIo = False,
     exits: Exits = None,
     skipping: Skipping = False,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
     timed: Timed = True,
     threads: Threads = 1,
     verify: Verified = "float64",
     out: Out = None,
-    report: WithReport = True,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    report: options.WithReport = True,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Slice the closed gates away and write a smaller model with its certificate.
 

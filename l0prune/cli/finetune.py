@@ -10,26 +10,18 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.evaluate import say_what_differs
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    GatedFile,
-    Json,
-    Latency,
-    Tokenizer,
-    TrustPickle,
-    WithReport,
+from l0prune.cli.opening import (
     latency_table,
     load_data,
-    parse_setting,
     recorded_data,
     recorded_tokenizer,
     with_commands,
-    with_settings,
     with_step,
 )
+from l0prune.cli.options import key_values, with_settings
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.files.atomic import check_writable
 from l0prune.training.settings import current_names
@@ -38,7 +30,7 @@ Setting = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0.",
+        help="Any further setting of l0prune.finetune as KEY=VALUE, e.g. --set clip=1.0.",
     ),
 ]
 Run = Annotated[
@@ -55,20 +47,20 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tun
     "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
-    file: GatedFile = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    file: options.GatedFile = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     *,
     settings: dict[str, Any],
-    latency: Latency = None,
+    latency: options.Latency = None,
     setting: Setting = None,
     run: Run = None,
     resume: Resume = True,
     out: Out = None,
-    report: WithReport = True,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    report: options.WithReport = True,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Fine-tune a gated model: weights and gates learn together, under a budget or a price λ.
 
@@ -80,7 +72,7 @@ def finetune(
         l0prune finetune --data prices.py:load --loss mse --budget latency=12ms
         torchrun --nproc-per-node 8 -m l0prune finetune --data mnist --lambda 0.1/N
     """
-    given = current_names({**settings, **dict(map(parse_setting, setting or ()))})
+    given = current_names({**settings, **key_values(setting, "clip=1.0")})
     of_project = current_names(defaults().get("finetune", {}))
     inherited = {k: v for k, v in of_project.items() if k not in given}
     training_settings = {**inherited, **given}

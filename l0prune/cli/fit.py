@@ -9,23 +9,17 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import (
+from l0prune.cli.opening import (
     NO_DATA,
-    DataRoot,
-    DataSpec,
-    GatedFile,
-    Json,
-    Latency,
-    Tokenizer,
-    TrustPickle,
     latency_table,
     load_data,
     recorded_data,
     recorded_tokenizer,
-    with_settings,
     with_step,
 )
+from l0prune.cli.options import with_settings
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.running.stages import stage
@@ -67,28 +61,27 @@ Compensate = Annotated[
         "with no --score also what goes is told so. With no --budget all gates stay as they are.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the order of the data, and of random.")]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
 
 
 @with_settings("loss", "metric", "round_to", "measures")
 def fit(
-    file: GatedFile = None,
+    file: options.GatedFile = None,
     budget: Budget = None,
     score: Score = _AUTO,
     kind: Kind = None,
-    latency: Latency = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    latency: options.Latency = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     *,
     settings: dict[str, Any],
     compensate: Compensate = False,
     batches: Batches = None,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     out: Out = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Close the gates of lowest score until an export just meets a budget; nothing is learned.
 

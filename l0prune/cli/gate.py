@@ -8,25 +8,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    Dynamic,
-    Input,
-    Json,
-    Model,
-    ModelOption,
-    Tokenizer,
-    TrustPickle,
-    Weights,
-    example_inputs,
-    free_dims,
-    load_data,
-    open_model,
-    parse_setting,
-    with_step,
-)
+from l0prune.cli.opening import example_inputs, free_dims, load_data, open_model, with_step
+from l0prune.cli.options import key_values
 from l0prune.cli.project import chosen, output_path
 from l0prune.errors import UsageError
 from l0prune.files.consent import remember_root
@@ -36,7 +21,6 @@ Html = Annotated[
     Path | None, typer.Option(help="Write the survey as this page, and its data as JSON beside it.")
 ]
 Include = Annotated[list[str] | None, typer.Option(help="Globs of axes and branches to gate.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="Globs of those to leave whole.")]
 KeepLayers = Annotated[
     list[str] | None,
     typer.Option("--keep", help="Paths or globs of layers to leave whole: inputs and outputs."),
@@ -49,9 +33,8 @@ Kind = Annotated[
 ]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A setting of the gate as name=value, e.g. --set estimator=median."),
+    typer.Option("--set", help="A setting of the gate as KEY=VALUE, e.g. --set estimator=median."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the noise (--jitter).")]
 Keep = Annotated[
     Literal["yes", "native", "no"],
     typer.Option(
@@ -69,11 +52,6 @@ Branches = Annotated[
 NoBranches = Annotated[
     bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
 ]
-Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
-LoadableBy = Annotated[
-    str | None,
-    typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
-]
 Exits = Annotated[
     list[str] | None,
     typer.Option(help="Early exits: how many, or paths of modules (globs) that they read."),
@@ -90,17 +68,17 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gat
 
 
 def survey(
-    model: Model = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
-    input: Input = None,
-    dynamic: Dynamic = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
+    input: options.Input = None,
+    dynamic: options.Dynamic = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     html: Html = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Show what can be cut out of each layer of a model, and why the rest cannot.
 
@@ -126,32 +104,32 @@ def survey(
 
 
 def gate(
-    model: Model = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
-    input: Input = None,
-    dynamic: Dynamic = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
+    input: options.Input = None,
+    dynamic: options.Dynamic = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     include: Include = None,
-    exclude: Exclude = None,
+    exclude: options.Exclude = None,
     keep: KeepLayers = None,
     open_probability: OpenProbability = defaults.OPEN_PROBABILITY,
     jitter: Jitter = defaults.JITTER,
     kind: Kind = defaults.KIND,
     setting: Setting = None,
-    seed: Seed = defaults.SEED,
+    seed: options.Seed = defaults.SEED,
     keep_class: Keep = "yes",
     branches: Branches = None,
     no_branches: NoBranches = False,
-    uniform: Uniform = defaults.UNIFORM,
-    loadable_by: LoadableBy = defaults.LOADABLE_BY,
+    uniform: options.Uniform = defaults.UNIFORM,
+    loadable_by: options.LoadableBy = defaults.LOADABLE_BY,
     exits: Exits = None,
     input_gates: InputGates = None,
     out: Out = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Put a gate on every channel, neuron, head and branch that can be cut, and save the model.
 
@@ -168,7 +146,7 @@ def gate(
 
     if branches and no_branches:
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
-    chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
+    chosen_gate = gate_of(kind, key_values(setting, "estimator=median"))
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)

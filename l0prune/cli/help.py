@@ -39,7 +39,7 @@ _GROUPS = {
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 
 
-class Command(TyperCommand):
+class GroupedCommand(TyperCommand):
     """A command whose help has groups and examples."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

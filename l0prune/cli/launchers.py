@@ -19,8 +19,8 @@ _GRACE = 30.0  # seconds in which a run that is told to stop writes its checkpoi
 
 
 @dataclass(frozen=True)
-class Command:
-    """One command, run where the sweep was started; what it says is added to the file ``log``."""
+class CommandLine:
+    """A command line, run where the sweep was started; its output is added to the file ``log``."""
 
     words: tuple[str, ...]
     log: str
@@ -86,7 +86,7 @@ class Launcher(Protocol):
     def __init__(self, folder: Path, jobs: int | None, options: Mapping[str, Any]) -> None:
         """``folder`` is for its own files; without ``jobs`` it chooses how many there are."""
 
-    def start(self, command: Command) -> Job:
+    def start(self, command: CommandLine) -> Job:
         """Start a command; it may wait its turn elsewhere."""
 
 
@@ -174,7 +174,7 @@ class Processes:
         self._threads = cores // self.jobs
         self._slots: list[_Process | None] = [None] * self.jobs
 
-    def start(self, command: Command) -> Job:
+    def start(self, command: CommandLine) -> Job:
         """Start it on cores, and a GPU, that no other run has."""
         slot = next(
             number
@@ -191,7 +191,7 @@ class Processes:
         return job
 
     def _started(
-        self, command: Command, environment: Mapping[str, str], slot: int
+        self, command: CommandLine, environment: Mapping[str, str], slot: int
     ) -> subprocess.Popen[bytes]:
         """Start it on its cores: whatever libraries do, their threads do not leave them."""
         if not hasattr(os, "sched_setaffinity"):
@@ -235,7 +235,7 @@ class Submitit:
         is_here = self._executor.cluster == "local"
         self.jobs = jobs or (usable_cpus() if is_here else sys.maxsize)
 
-    def start(self, command: Command) -> Job:
+    def start(self, command: CommandLine) -> Job:
         """Submit it."""
         return _Submitted(self._executor.submit(command))
 
@@ -266,7 +266,7 @@ class Ray:
         self._options = {"num_cpus": 1, "max_retries": 0, **options}
         self.jobs = jobs or sys.maxsize  # Ray lets tasks wait for cores
 
-    def start(self, command: Command) -> Job:
+    def start(self, command: CommandLine) -> Job:
         """Hand it to Ray."""
         try:
             remote = self._ray.remote(**self._options)(_run)
@@ -275,5 +275,5 @@ class Ray:
         return _Task(self._ray, remote.remote(command))
 
 
-def _run(command: Command) -> int:
+def _run(command: CommandLine) -> int:
     return command()

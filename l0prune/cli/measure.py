@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import LATENCY, GatedFile, Json, TrustPickle, with_step
+from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
@@ -36,7 +37,6 @@ Provider = Annotated[
     ),
 ]
 Samples = Annotated[int, typer.Option(help="How many networks are timed.")]
-Seed = Annotated[int, typer.Option(help="Seed of their random widths.")]
 Bundle = Annotated[
     Path | None,
     typer.Option(
@@ -53,18 +53,18 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.lat
 
 
 def measure(
-    file: GatedFile = None,
+    file: options.GatedFile = None,
     threads: Threads = 1,
     batch: Batch = 1,
     runtime: Runtime = "onnxruntime",
     provider: Provider = None,
     samples: Samples = 48,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
     bundle: Bundle = None,
     results: Results = None,
     out: Out = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Time the model at many widths, and write a table of what it takes at any.
 

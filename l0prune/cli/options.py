@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
-import l0prune
-from l0prune.cli.edge import say
-from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
-from l0prune.errors import DataError, FileError, UsageError
-from l0prune.files.consent import check_consent, check_root_consent, remember
+from l0prune.errors import UsageError
 from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
 
-LATENCY = ".latency.json"
-NO_DATA = (
-    'no data is named: give --data mnist, imagefolder:DIR or file.py:function, or data = "…" in '
-    "l0prune.toml, or put a folder of images here, in it a folder for each class."
-)
 MODEL_HELP = (
     "A file written by torch.save(model, path), an ONNX file, torchvision:NAME, path.py:factory, "
     "timm:NAME or transformers:NAME."
@@ -93,6 +81,21 @@ Latency = Annotated[
         "widths that the runtime is fast at [under such a budget MODEL.latency.json].",
     ),
 ]
+Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
+LoadableBy = Annotated[
+    str | None,
+    typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
+]
+Pretrained = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
+    ),
+]
+Vllm = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the folder that vLLM serves, of a Llama."),
+]
 WithReport = Annotated[
     bool,
     typer.Option(
@@ -100,147 +103,23 @@ WithReport = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is drawn at random.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes, branches to leave whole.")]
+Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")]
 
 
-def open_model(
-    model: str | None, option: str | None, weights: Path | None, trust_pickle: bool
-) -> tuple[str, Any]:
-    """Return the model's spec and the module itself.
-
-    Raises:
-        UsageError: no model, or two, are named.
-    """
-    if model and option and model != option:
-        raise UsageError(f"two models are named: {model} and {option}.")
-    spec = chosen(model or option, "model") or only_model()
-    if spec is None:
-        raise UsageError(
-            "no model is named, and there is no *.pt, *.pth or *.onnx here that no command has "
-            f"written. MODEL is one of: {MODEL_HELP}"
-        )
-    if not (model or option):
-        say(f"the model is {spec}")
-    text = str(weights) if weights else None
-    module = l0prune.load_model(spec, text, trust_pickle=trust_pickle)
-    if said := _about_named(spec, module, text):
-        say(said)
-    return spec, module
-
-
-def _about_named(spec: str, module: Any, weights: str | None) -> str:
-    """Describe a network of a package: outputs of its last layer, and its weights; else empty."""
-    package, _, name = spec.partition(":")
-    if package not in ("torchvision", "timm", "transformers") or not name:
-        return ""
-    sizes = {path: _outputs(each) for path, each in module.named_modules()}
-    last = next((path for path in reversed(sizes) if sizes[path]), None)
-    outputs = "" if last is None else f"its last layer, {last}, has {sizes[last]:,} outputs; "
-    if weights is not None:
-        return f"{spec}: {outputs}its weights are {weights}"
-    if package == "transformers":
-        return f"{spec}: {outputs}its weights are those that {name} holds"
-    way_on = "DEFAULT for published ones, or a file" if package == "torchvision" else "FILE"
-    return f"{spec}: {outputs}its weights are random, not pretrained (--weights {way_on})"
-
-
-def _outputs(layer: Any) -> int:
-    """Return the outputs of a Linear or a convolution; 0 for other modules."""
-    return int(getattr(layer, "out_features", 0) or getattr(layer, "out_channels", 0))
-
-
-def example_inputs(
-    text: str | None, data: Any, model: Any
-) -> tuple[str | None, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return example inputs from ``--input``, else the first two of the data, else a guess.
-
-    They are positional and keyword arguments, after the text of them if they are made from one. A
-    batch of one is doubled: torch.export takes a size of one for a constant.
+def key_and_value(text: str, example: str, *, may_be_empty: bool = False) -> tuple[str, str]:
+    """Split KEY=VALUE, as ``--set``, ``--job`` and the overrides of a recipe take it.
 
     Raises:
-        UsageError: no input that the model runs on could be guessed.
+        UsageError: there is no key, or no value although there has to be one.
     """
-    from l0prune.files.model_sources import parse_input  # loads torch, as do the next ones
-    from l0prune.files.onnx_network import OnnxNetwork
-
-    text = chosen(text, "input")
-    if text is None and data is not None:
-        from l0prune.data.dataset import as_arguments
-        from l0prune.running.batches import example_inputs
-        from l0prune.running.task import Task
-
-        return None, as_arguments(example_inputs(Task.of(data), 2))
-    if text is None and isinstance(model, OnnxNetwork):
-        own = model.example_input_array
-        text = ",".join(
-            "x".join(map(str, x.shape)) + f":{x.dtype}".replace("torch.", "") for x in own
-        )
-        say(f"the example input is {text}, from the file; to give another one: --input {text}")
-        return text, (own, {})
-    if text is None:
-        from l0prune.files.example_guess import guess_example
-
-        text, origin = guess_example(model, _sides())
-        say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
-    args, kwargs = parse_input(text)
-    is_fixed = getattr(model, "fixed_batch", 0) == 1
-    if not is_fixed and all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
-        args = tuple(map(_doubled, args))
-        kwargs = {name: _doubled(tensor) for name, tensor in kwargs.items()}
-    return text, (args, kwargs)
-
-
-def _sides() -> list[int]:
-    """Return the side of the images that lie here, if they are squares of one size."""
-    with suppress(UsageError):  # several folders of images are none
-        folder = image_folder()
-        if folder is not None and (side := side_of_images(folder)):
-            return [side]
-    return []
-
-
-def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
-    """Return the table that is given, or the one beside the model where a budget needs it.
-
-    Raises:
-        FileError: it cannot be read.
-    """
-    if given is None:
-        beside = output_path(None, str(path), LATENCY)
-        texts = (budget,) if isinstance(budget, str) else budget or ()
-        is_needed = any(l0prune.LatencyTable.name in text for text in texts)
-        given = beside if is_needed and beside.exists() else None
-    return None if given is None else l0prune.LatencyTable.load(given)
-
-
-def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:
-    """Read ``--dynamic`` into torch.export's format; else what the model's own file leaves free.
-
-    Raises:
-        UsageError: it is not of the form input:dim=name.
-    """
-    found: dict[str, dict[int, str]] = {}
-    for text in given or ():
-        match = re.fullmatch(r"(\w+):(\d+)=(\w+)", text)
-        if match is None:
-            raise UsageError(f"--dynamic takes input:dim=name, like input_ids:1=seq, not {text!r}")
-        found.setdefault(match[1], {})[int(match[2])] = match[3]
-    return found or getattr(model, "free", None) or None
-
-
-def _doubled(tensor: Any) -> Any:
-    return tensor.repeat(2, *[1] * (tensor.ndim - 1))
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Read ``name=value`` of ``--set``, with the value as TOML reads it, or as text.
-
-    Raises:
-        UsageError: there is no value.
-    """
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--set {text}: write name=value.")
-    return name.strip(), toml_value(value)
+    key, equals, value = (each.strip() for each in text.partition("="))
+    if not key.rpartition(".")[2] or not equals or not (value or may_be_empty):
+        raise UsageError(f"{text!r} is not KEY=VALUE, such as {example}")
+    return key, value
 
 
 def toml_value(text: str) -> Any:
@@ -251,171 +130,15 @@ def toml_value(text: str) -> Any:
         return text
 
 
-def recorded_data(
-    given: str | None,
-    root: Path | None,
-    info: dict[str, Any],
-    path: Path,
-    trust_pickle: bool,
-    missing: str | None = NO_DATA,
-) -> tuple[str | None, Path | None]:
-    """Return the data and their root: as given, of the file, of the project, or images here.
+def key_values(texts: Sequence[str] | None, example: str) -> dict[str, Any]:
+    """Read KEY=VALUE of an option that is given several times, with values as TOML reads them.
 
     Raises:
-        FileError: the file names code or a folder of its own choice.
-        UsageError: no data is named, and there is no one folder of images, unless ``missing``, what
-            is said then, is None.
+        UsageError: one of them has no key or no value.
     """
-    asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
-    if given is None and "data" in asked and not trust_pickle:
-        check_consent(asked["data"], path)
-    if root is None and "data_root" in asked and not trust_pickle:
-        check_root_consent(asked["data_root"], path)
-    spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
-    if spec is None:
-        with nullcontext() if missing else suppress(UsageError):
-            spec = _images_here(info)
-    if spec is None and missing:
-        raise UsageError(missing)
-    return None if spec is None else str(spec), None if folder is None else Path(folder)
+    pairs = (key_and_value(text, example) for text in texts or ())
+    return {key: toml_value(value) for key, value in pairs}
 
-
-def _images_here(info: dict[str, Any]) -> str | None:
-    """Return the spec of the images in this folder, of the size that a model takes, and say it.
-
-    None where there are none, or where the file says that the model takes no square images.
-    """
-    known = info.get("preprocessing")
-    sizes = known.get("input_size") if isinstance(known, dict) else None
-    text = info.get("input") if sizes is None else "x".join(map(str, (1, *sizes)))
-    takes = re.fullmatch(r"\d+x([13])x(\d+)x\2", str(text))
-    if (text is not None and takes is None) or (folder := image_folder()) is None:
-        return None
-    channels = "1x" if takes is not None and takes[1] == "1" else ""
-    spec = f"imagefolder:{folder}:{channels}{224 if takes is None else takes[2]}"
-    say(f"no data is named, so it is the images here: --data {spec}")
-    return spec
-
-
-def recorded_tokenizer(
-    given: str | None, info: dict[str, Any], path: Path, trust_pickle: bool
-) -> str | None:
-    """Return the name of the tokenizer: as given, of the file, or of the project.
-
-    Raises:
-        FileError: the file names one that has to be fetched.
-    """
-    name = info.get("tokenizer")
-    if given is None and name is not None and not trust_pickle and not Path(str(name)).exists():
-        check_consent(f"transformers:{name}", path)
-    found = chosen(given, "tokenizer", {} if name is None else {"tokenizer": str(name)})
-    return None if found is None else str(found)
-
-
-def load_data(
-    spec: str | None,
-    root: Path | None,
-    model: Any = None,
-    tokenizer: str | None = None,
-    *,
-    labelled: bool = True,
-) -> Any:
-    """Load the data source of this name, as ``l0prune.load_data``, and tell the user about it.
-
-    None where none is named. The model may know its tokenizer.
-
-    Raises:
-        DataError: it is inputs alone where labels are needed.
-    """
-    if spec is None:
-        return None
-    source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model)
-    if not hasattr(source, "train"):  # a tensor or a mapping of some
-        if labelled:
-            raise DataError(
-                f"{spec} returns inputs without labels: `l0prune shrink` takes these, and "
-                "`l0prune finetune --learn gates`"
-            )
-        return source
-    if tokenizer:
-        remember(f"transformers:{tokenizer}")
-    parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
-    classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
-    images = [] if source.preprocessing is None else [str(source.preprocessing)]
-    if known := [*parts, *classes, *images]:
-        say(f"{spec}: {', '.join(known)}")
-    return source
-
-
-def _sized(source: Any) -> dict[str, Any]:
-    """Return the parts of a data source that say how many examples they have."""
-    parts = {"training": source.train, "test": source.test}
-    return {name: part for name, part in parts.items() if hasattr(part, "batches")}
-
-
-def preprocessing_in(info: dict[str, Any], path: Path) -> Any:
-    """Return the preprocessing of images that a model file records, if any.
-
-    Raises:
-        FileError: it is damaged.
-    """
-    from pydantic import ValidationError
-
-    from l0prune.data.preprocessing import Preprocessing  # loads torch
-
-    found = info.get("preprocessing")
-    try:
-        return None if found is None else Preprocessing.model_validate(found)
-    except ValidationError as error:
-        raise FileError(
-            f"{path} is damaged: its preprocessing of images cannot be read."
-        ) from error
-
-
-def with_step(
-    info: dict[str, Any],
-    path: Path | None = None,
-    source: Any = None,
-    more: Sequence[str] = (),
-    table: Any = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return the facts of a model file, with this command and the preprocessing of its data.
-
-    Args:
-        info: what the file says that the command was given.
-        path: of that file; the command names it, also where it was found.
-        source: the data, if any.
-        more: arguments that came from elsewhere than the command line.
-        table: a latency table that the command used, whose own command comes before.
-        options: by name, with values that may have come from elsewhere; None for those that
-            nobody gave.
-    """
-    from l0prune.running.environment import command  # loads torch
-
-    typed = [*sys.argv, *more]
-    for name, value in options.items():
-        is_there = any(each == str(value) or each.endswith(f"={value}") for each in typed)
-        if value is not None and not is_there:
-            typed += [f"--{name.replace('_', '-')}", str(value)]
-    if path is not None and str(path) not in typed:
-        typed.append(str(path))
-    measured = [table.command] if table is not None and table.command else []
-    found = {**info, "commands": [*info.get("commands", ()), *measured, command(typed)]}
-    if source is not None:
-        known = source.preprocessing
-        found["preprocessing"] = None if known is None else known.model_dump()
-    return found
-
-
-def with_commands(report: l0prune.Report, info: dict[str, Any]) -> l0prune.Report:
-    """Return the report with the commands that its model file records, the last one of the run."""
-    *before, last = info["commands"]
-    repeat = report.content.repeat.model_copy(update={"commands": before, "command": last})
-    return l0prune.Report(report.content.model_copy(update={"repeat": repeat}))
-
-
-Command = Callable[..., None]
 
 _FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of Python
 _REPEATED = {"budget", "measures"}  # options that may be given again
@@ -426,14 +149,14 @@ _MORE = {
 }
 
 
-def with_settings(*names: str) -> Callable[[Command], Command]:
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options for these settings, in the place of its parameter ``settings``.
 
     What the user gave of them comes to the command as a dict, by the settings' names. What is
     not given has no entry, so that defaults may come from elsewhere.
     """
 
-    def made(command: Command) -> Command:
+    def made(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True)
         options = [option for name in names for option in _options(name)]
         parameters: list[inspect.Parameter] = []

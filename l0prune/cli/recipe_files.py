@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from l0prune.cli.options import toml_value
+from l0prune.cli.options import key_and_value, toml_value
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import RECIPES, is_code
@@ -285,12 +285,8 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
 
 
 def _override(content: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    *sections, last = key.strip().split(".")
-    if not equals or not last:
-        raise UsageError(
-            f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5."
-        )
+    key, value = key_and_value(text, "finetune.epochs=5", may_be_empty=True)
+    *sections, last = key.split(".")
     target = content
     for section in sections:
         target = target.setdefault(section, {})

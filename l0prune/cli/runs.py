@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from l0prune.cli import options
 from l0prune.cli.edge import announced, emit, say
-from l0prune.cli.help import Command
-from l0prune.cli.options import DataRoot, Json, WithReport
+from l0prune.cli.help import GroupedCommand
 from l0prune.errors import UsageError
 from l0prune.running.environment import is_launched
 
@@ -21,7 +21,7 @@ app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")],
+    recipe: options.Recipe,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -32,9 +32,9 @@ def run(
     folder: Annotated[
         Path | None, typer.Option("--out", help="Folder of the run; default runs/NAME.")
     ] = None,
-    data_root: DataRoot = None,
-    report: WithReport = True,
-    json: Json = False,
+    data_root: options.DataRoot = None,
+    report: options.WithReport = True,
+    json: options.Json = False,
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
 
@@ -112,7 +112,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; default report.html in the run's folder.")
     ] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Write the page of a run: what was gained, whether it is right, where it was taken, and how.
 
@@ -140,8 +140,8 @@ def _newest() -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-@app.command("ls", cls=Command)
-def ls(json: Json = False) -> None:
+@app.command("ls", cls=GroupedCommand)
+def ls(json: options.Json = False) -> None:
     """List the recipes.
 
     Examples:
@@ -157,8 +157,8 @@ def ls(json: Json = False) -> None:
     emit({name: recipe.description for name, recipe in found.items()}, json, table)
 
 
-@app.command("show", cls=Command)
-def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
+@app.command("show", cls=GroupedCommand)
+def show(name: options.Recipe) -> None:
     """Print a recipe, to read or to start one of your own from.
 
     Examples:

@@ -8,24 +8,10 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.export import Pretrained, Vllm, folders
-from l0prune.cli.gate import LoadableBy, Uniform
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    Dynamic,
-    Json,
-    Model,
-    ModelOption,
-    Tokenizer,
-    TrustPickle,
-    Weights,
-    free_dims,
-    load_data,
-    open_model,
-    recorded_data,
-)
+from l0prune.cli.export import folders
+from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
 
@@ -42,35 +28,31 @@ Tolerance = Annotated[
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs in which it then learns the original's answers.")
 ]
-Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes to leave whole.")]
-Seed = Annotated[int, typer.Option(help="Of the choice of inputs.")]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 
 
 def shrink(
-    model: Model = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
-    data: DataSpec = None,
-    data_root: DataRoot = None,
-    tokenizer: Tokenizer = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
+    data: options.DataSpec = None,
+    data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     budget: Budget = None,
     tolerance: Tolerance = None,
     recover: Recover = 0,
-    samples: Samples = 512,
-    batch_size: Batch = 64,
-    exclude: Exclude = None,
-    uniform: Uniform = False,
-    loadable_by: LoadableBy = None,
-    dynamic: Dynamic = None,
-    seed: Seed = 0,
+    samples: options.Samples = 512,
+    batch_size: options.Batch = 64,
+    exclude: options.Exclude = None,
+    uniform: options.Uniform = False,
+    loadable_by: options.LoadableBy = None,
+    dynamic: options.Dynamic = None,
+    seed: options.Seed = 0,
     out: Out = None,
-    pretrained: Pretrained = None,
-    vllm: Vllm = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    pretrained: options.Pretrained = None,
+    vllm: options.Vllm = None,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Make a model smaller with some inputs alone: no labels, no training, minutes.
 
@@ -89,8 +71,8 @@ def shrink(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    options: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
-    options |= {"exclude": exclude} if exclude else {}
+    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
+    asked |= {"exclude": exclude} if exclude else {}
     with shown(err):
         dense = l0prune.shrink(
             module,
@@ -102,7 +84,7 @@ def shrink(
             batch_size=batch_size,
             seed=seed,
             dynamic_shapes=free_dims(dynamic, module),
-            **options,
+            **asked,
         )
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(dense, pretrained, vllm, spec)

@@ -12,8 +12,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say
-from l0prune.cli.options import DataRoot, Json, WithReport, toml_value
+from l0prune.cli.options import key_values
 from l0prune.errors import TrainingError, UsageError
 from l0prune.running.environment import is_launched
 
@@ -39,7 +40,7 @@ JobParameters = Annotated[
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")],
+    recipe: options.Recipe,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="section.key=value for all runs, as in `l0prune run`."),
@@ -55,9 +56,9 @@ def sweep(
     jobs: Jobs = None,
     where: Where = "processes",
     job: JobParameters = None,
-    data_root: DataRoot = None,
-    report: WithReport = True,
-    json: Json = False,
+    data_root: options.DataRoot = None,
+    report: options.WithReport = True,
+    json: options.Json = False,
 ) -> None:
     """Run a recipe with each combination of some settings, and compare what comes of it. Resumable.
 
@@ -82,7 +83,7 @@ def sweep(
     if jobs is None and where == "processes" and base.latency is not None:
         jobs = 1  # what runs beside would be in the times
     with claimed(target):
-        started = launcher(where, target, jobs, _parameters(job or []))
+        started = launcher(where, target, jobs, key_values(job, "timeout_min=60"))
         sweep_grid.record(target, base, settings)
         words = sweep_run.run_words(recipe_files.find(recipe), fixed, data_root, report)
         with _progress(points, target, sweep_run.last_line) as (tell, look):
@@ -98,16 +99,6 @@ def sweep(
             f"{len(without)} of {len(points)} runs have no result; the same command goes on with "
             "them:\n" + "\n".join(lines)
         )
-
-
-def _parameters(given: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not value:
-            raise UsageError(f"{text!r} is no parameter: write KEY=VALUE, e.g. timeout_min=60")
-        found[key] = toml_value(value)
-    return found
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from l0prune.cli import recipe_files
+from l0prune.cli.options import key_and_value
 from l0prune.cli.recipe_files import Recipe
 from l0prune.errors import UsageError
 from l0prune.files.atomic import write_whole
@@ -60,19 +61,16 @@ def asked(
         UsageError: a setting has no value, or one twice, or no setting is given.
     """
     found: dict[str, list[str]] = {}
-    pairs = [text.partition("=") for text in given]
+    pairs = [key_and_value(text, "finetune.lr=1e-3,1e-2") for text in given]
     if budget is not None:
         section = "finetune" if recipe.fit is None else "fit"
-        pairs.insert(0, (f"{section}.{_BUDGET}", "=", ",".join(_budgets(_values(budget)))))
+        pairs.insert(0, (f"{section}.{_BUDGET}", ",".join(_budgets(_values(budget)))))
     if seed is not None:
-        pairs.append((SEED, "=", seed))
-    for key, _, text in pairs:
-        values = _values(text)
-        key = key.strip()
-        if not key or not values:
+        pairs.append((SEED, seed))
+    for key, text in pairs:
+        if not (values := _values(text)):
             raise UsageError(
-                f"{key}={text} sweeps nothing: write a key and its values, such as --budget "
-                "macs=0.3,0.5 or --set finetune.lr=1e-3,1e-2"
+                f"{key}={text} sweeps nothing: write values, such as --budget macs=0.3,0.5"
             )
         if key in found or len(set(values)) < len(values):
             raise UsageError(f"{key} is given a value twice: each value is one run")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from l0prune.cli.launchers import Command, Job, Launcher
+from l0prune.cli.launchers import CommandLine, Job, Launcher
 from l0prune.cli.sweep_grid import Point
 from l0prune.errors import FileError
 from l0prune.files.atomic import replacement
@@ -165,7 +165,7 @@ class Sweep:
         source = None if point.dense is None else self._trained(point)
         if source is not None and not (folder / _DENSE).exists():
             _copy_dense(source, folder)
-        command = Command(
+        command = CommandLine(
             tuple(self._command(point, folder)), str(self._folder / LOGS / f"{point.name}.txt")
         )
         self._tell(point, Ending("running"))

@@ -8,17 +8,9 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli import options
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import (
-    Input,
-    Json,
-    Model,
-    ModelOption,
-    Tokenizer,
-    TrustPickle,
-    Weights,
-    open_model,
-)
+from l0prune.cli.opening import open_model
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
 
@@ -37,17 +29,17 @@ Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.v
 
 
 def vocabulary(
-    model: Model = None,
-    model_option: ModelOption = None,
-    weights: Weights = None,
+    model: options.Model = None,
+    model_option: options.ModelOption = None,
+    weights: options.Weights = None,
     text: Text = None,
     ids: Ids = None,
     size: Size = None,
-    tokenizer: Tokenizer = None,
-    input_: Input = None,
+    tokenizer: options.Tokenizer = None,
+    input_: options.Input = None,
     out: Out = None,
-    trust_pickle: TrustPickle = False,
-    json: Json = False,
+    trust_pickle: options.TrustPickle = False,
+    json: options.Json = False,
 ) -> None:
     """Cut a language model's vocabulary, and its tokenizer with it, to what a text needs.
 

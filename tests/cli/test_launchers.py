@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from l0prune.cli.launchers import Command, launcher, register
+from l0prune.cli.launchers import CommandLine, launcher, register
 from l0prune.data.image_folder import usable_cpus
 from l0prune.errors import UsageError
 
@@ -18,7 +18,7 @@ CORES = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_T
 
 
 def command(folder, code, name="log.txt"):
-    return Command((sys.executable, "-c", code), str(folder / name), str(folder))
+    return CommandLine((sys.executable, "-c", code), str(folder / name), str(folder))
 
 
 def ended(job, seconds=60):
@@ -82,7 +82,7 @@ def test_a_command_that_is_interrupted_elsewhere_stops_its_process(tmp_path, mon
         return subprocess.Popen.wait(process, timeout)
 
     monkeypatch.setattr(process, "wait", wait)
-    monkeypatch.setattr(Command, "begin", lambda _: process)
+    monkeypatch.setattr(CommandLine, "begin", lambda _: process)
     with pytest.raises(KeyboardInterrupt):
         command(tmp_path, "")()
     assert process.returncode == -signal.SIGTERM
@@ -117,7 +117,7 @@ def test_jobs_of_submitit_have_its_parameters(tmp_path):
     assert launcher("submitit", tmp_path, 3, {}).jobs == 3
     assert ended(where.start(command(tmp_path, "raise SystemExit(3)"))) == 3
     assert "SIGKILL" in ended(where.start(command(tmp_path, "import os; os.kill(os.getpid(), 9)")))
-    lost = where.start(Command(("true",), str(tmp_path / "nowhere" / "log.txt")))
+    lost = where.start(CommandLine(("true",), str(tmp_path / "nowhere" / "log.txt")))
     assert "No such file" in ended(lost)
     with pytest.raises(UsageError, match=r"submitit does not take this: .*partition"):
         launcher("submitit", tmp_path, None, {"partition": "gpu"})

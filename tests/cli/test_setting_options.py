@@ -1,11 +1,13 @@
 import inspect
 from typing import Annotated, Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from l0prune.cli.finetune import finetune
-from l0prune.cli.options import with_settings
+from l0prune.cli.options import key_and_value, key_values, with_settings
+from l0prune.errors import UsageError
 from l0prune.training.settings import Settings
 
 
@@ -73,3 +75,17 @@ def test_a_signature_says_what_there_is():
     names = list(inspect.signature(finetune).parameters)
     assert names[:6] == ["file", "data", "data_root", "tokenizer", "loss", "metric"]
     assert "settings" not in names
+
+
+def test_keys_and_values_are_split_at_the_first_equals_sign():
+    assert key_and_value(" finetune.budget = macs=0.5 ", "a=1") == ("finetune.budget", "macs=0.5")
+    assert key_and_value("finetune.budget=", "a=1", may_be_empty=True) == ("finetune.budget", "")
+    texts = ["a=1", "b=1e-3", "c=true", "d=[1, 2]", "e=0.1/N", "a=2"]
+    assert key_values(texts, "a=1") == {"a": 2, "b": 1e-3, "c": True, "d": [1, 2], "e": "0.1/N"}
+    assert key_values(None, "a=1") == {}
+
+
+@pytest.mark.parametrize("text", ["a", "a=", "a= ", "=1", " = 1", "a.=1", ""])
+def test_a_text_without_key_or_value_is_refused_with_an_example(text):
+    with pytest.raises(UsageError, match="is not KEY=VALUE, such as clip=1"):
+        key_values([text], "clip=1")

@@ -77,8 +77,8 @@ def test_budgets_and_seeds_are_settings_of_the_recipe():
         ((None, None, []), "needs settings of several values"),
         ((None, "0,0", []), "a value twice"),
         ((None, "0", ["seed=1"]), "a value twice"),
-        ((None, None, ["finetune.lr="]), "sweeps nothing"),
-        ((None, None, ["=3"]), "sweeps nothing"),
+        ((None, None, ["finetune.lr="]), "is not KEY=VALUE"),
+        ((None, None, ["=3"]), "is not KEY=VALUE"),
     ],
 )
 def test_settings_that_sweep_nothing_are_refused(given, said):
@@ -234,7 +234,7 @@ def test_a_folder_of_something_else_is_refused_with_what_differs(made_up, done, 
 
 def test_wrong_use_is_said_before_anything_runs(made_up, refused, tmp_path):
     assert "there is no 'moon' to run on" in refused(2, *TWICE, "--on", "moon")
-    assert "'gpu' is no parameter" in refused(2, *made_up, "--job", "gpu")
+    assert "'gpu' is not KEY=VALUE" in refused(2, *made_up, "--job", "gpu")
     assert "processes of this machine have no parameters" in refused(2, *TWICE, "--job", "a=1")
     assert "more than the" in refused(2, *TWICE, "--jobs", "1000")
     assert MadeUp.begun == []

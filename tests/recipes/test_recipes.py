@@ -180,8 +180,8 @@ def test_overrides():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("finetune.epochs", "section.key=value"),
-        ("=3", "section.key=value"),
+        ("finetune.epochs", "is not KEY=VALUE"),
+        ("=3", "is not KEY=VALUE"),
         ("gate.opn_probability=0.5", r"gate\.opn_probability"),
         ("gate.estimator=mean", r"gate\.estimator"),
         ("gate.settings.estimator=mean", r"gate: .*estimator must be 'paper'"),
