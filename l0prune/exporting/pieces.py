@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +89,13 @@ class ExportedPart:
         leaves = self.read(self.answers[0].inputs)
         free = map(self.free.of, self._read)
         return [named(leaf) | dict(dims) for leaf, dims in zip(leaves, free, strict=True)]
+
+    def file_of(self, path: str | os.PathLike[str]) -> Path:
+        """Return its file: the name before the ending, and after the first form the number."""
+        whole = Path(path)
+        form = f"-{self.form}" if self.form > 1 else ""
+        part = re.sub(r"[/\\\0]", "_", self.path)  # a name in a ModuleDict may hold anything
+        return whole.with_stem(f"{whole.stem}.{part}{form}") if part else whole
 
     @property
     def takes(self) -> str:

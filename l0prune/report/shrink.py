@@ -13,7 +13,8 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.export import export
-from l0prune.exporting.result import Export, Step
+from l0prune.exporting.outcome import Step
+from l0prune.exporting.result import Export
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source

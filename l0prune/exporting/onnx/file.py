@@ -353,19 +353,3 @@ def describe(path: Path, facts: Mapping[str, Any]) -> None:
         entry.key, entry.value = f"l0prune.{key}", str(value)
     with open(path, "ab") as file:
         file.write(entries.SerializeToString())
-
-
-_OF_FLOAT32 = ("certificate", "changed", "times")
-
-
-def describe_beside(path: Path, facts: Mapping[str, str], own: Mapping[str, Any]) -> None:
-    """Describe a file that was made from one in float32.
-
-    Args:
-        path: of the file.
-        facts: of the one in float32: what is about that alone is called ``float32.certificate``.
-        own: what is about the file at ``path``.
-    """
-    shared = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
-    about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
-    describe(path, {**shared, **about, **own})

@@ -24,10 +24,11 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.errors import L0pruneError, UsageError, first_line
 from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.file import describe_beside, rename_values
+from l0prune.exporting.onnx.file import rename_values
 from l0prune.exporting.onnx.int8_search import Differences, Outputs, as_texts, differences
 from l0prune.exporting.onnx.older import LARGEST, move_out
 from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.running.stages import stage
 
@@ -105,12 +106,8 @@ def opset_for(dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> 
     """
     if dtype not in _TYPES:
         raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
-    if len(pieces) != 1 or pieces[0].path:
-        raise UsageError(
-            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
-            f"parts, and a file in {dtype} is made of one: convert each of them "
-            "(onnxruntime.transformers.float16)"
-        )
+    way_on = "convert each of them (onnxruntime.transformers.float16)"
+    check_in_one(pieces, f"a file in {dtype}", way_on)
     if dtype != "bfloat16" or (opset is not None and opset >= _FIRST_OF_BFLOAT16):
         return opset
     if opset is not None:
@@ -122,59 +119,45 @@ def opset_for(dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> 
 
 
 def write_half(
-    path: Path,
-    target: Path,
-    data: Path,
-    dtype: str,
-    piece: ExportedPart,
-    facts: Mapping[str, str],
-    threads: int,
-    half_io: bool = False,
+    proven: InFloat32, target: Path, data: Path, dtype: str, half_io: bool = False
 ) -> Half:
     """Write the file in 16 bits of a file in float32, and compare the two.
 
     Args:
-        path: of the file in float32.
+        proven: the file in float32.
         target: of the other.
-        data: beside ``target``, where its weights lie if those of ``path`` lie apart.
+        data: beside ``target``, where its weights lie if those of ``proven`` lie apart.
         dtype: ``float16`` or ``bfloat16``.
-        piece: that the file was made from.
-        facts: metadata of the file in float32, of which the other gets all; the certificate as
-            that of the other file.
-        threads: that a call may use when it is timed.
         half_io: whether inputs and outputs are in this dtype, too.
 
     Raises:
         UsageError: the weights are too many for the converter.
         L0pruneError: ONNX Runtime says that the file is none.
     """
-    single = onnx.load(str(path))
+    single = onnx.load(str(proven.path))
     if single.ByteSize() > LARGEST:
         raise UsageError(
             f"a file of more than 2 GB in float32 is not converted to {dtype}: ONNX Runtime's "
             "converter holds it in one message. Export without dtype"
         )
-    graph = onnx.load(str(path), load_external_data=False).graph
-    is_apart = any(tensor.external_data for tensor in graph.initializer)
     with stage(f"converting the file to {dtype}"):
         made, too_large = in_half(single, dtype, half_io=half_io)
         converted = onnx_ir.from_proto(made)
-        if is_apart:
+        if proven.is_apart:
             move_out(converted, data)
         target.write_bytes(onnx_ir.to_proto(converted).SerializeToString())
     with stage(f"comparing the file in {dtype} with the one in float32"):
-        errors, agreement = _differences(single, dtype, piece)
+        errors, agreement = _differences(single, dtype, proven.piece)
     about_it = Half(
         dtype=dtype,
         errors=errors,
         agreement=agreement,
-        compared=sum(examples_in(answer.inputs) for answer in piece.answers),
+        compared=sum(examples_in(answer.inputs) for answer in proven.piece.answers),
         too_large=tuple(too_large),
         bytes=(made.ByteSize(), single.ByteSize()),
-        times=_times(path, target, piece, threads),
+        times=_times(proven, target),
     )
-    own = {"batch": piece.takes, dtype: json.dumps(about_it.to_dict())}
-    describe_beside(target, facts, own)
+    proven.describe(target, **{dtype: json.dumps(about_it.to_dict())})
     return about_it
 
 
@@ -329,7 +312,7 @@ def _plain_session(model: ModelProto) -> Any:
     )
 
 
-def _times(path: Path, target: Path, piece: ExportedPart, threads: int) -> Times | None:
+def _times(proven: InFloat32, target: Path) -> Times | None:
     """Run both files in turns; None where ONNX Runtime lacks operators of the second one's.
 
     Raises:
@@ -338,7 +321,7 @@ def _times(path: Path, target: Path, piece: ExportedPart, threads: int) -> Times
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoOperator
 
     try:
-        found = collect.Network(target, threads, collect.CPU)
+        found = collect.Network(target, proven.threads, collect.CPU)
     except NoOperator:
         return None
     except Exception as error:  # of classes of its own
@@ -346,7 +329,8 @@ def _times(path: Path, target: Path, piece: ExportedPart, threads: int) -> Times
             f"ONNX Runtime cannot run the file in 16 bits, so it was not written: "
             f"{first_line(error)}. The one in float32 is fine: leave dtype out"
         ) from error
-    network = collect.Network(path, threads, collect.CPU)
+    network = collect.Network(proven.path, proven.threads, collect.CPU)
+    piece = proven.piece
     answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
     leaves = piece.read(cast(answer.inputs, torch.float32))
     arrays = [torch.as_tensor(leaf).numpy() for leaf in leaves]
@@ -364,11 +348,4 @@ def _times(path: Path, target: Path, piece: ExportedPart, threads: int) -> Times
             lambda times: network.median(feeds[1], times),
             _SECONDS,
         )
-    return Times(
-        tuple(turns["dense"]),
-        tuple(turns["own"]),
-        threads,
-        examples_in(answer.inputs),
-        f"onnxruntime {collect.version()}",
-        collect.processor(),
-    )
+    return Times.of(turns, proven.threads, examples_in(answer.inputs))

@@ -21,7 +21,6 @@ from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, is_source, rows_in
-from l0prune.exporting.onnx.file import describe_beside
 from l0prune.exporting.onnx.int8_search import (
     Comparison,
     Differences,
@@ -38,6 +37,7 @@ from l0prune.exporting.onnx.quantizer import (
 )
 from l0prune.exporting.onnx.times import Times
 from l0prune.exporting.onnx.trained import quantized
+from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.int8 import Ranges
@@ -150,12 +150,9 @@ def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
     Raises:
         UsageError: it is captured in parts, or the opset is too old.
     """
-    if len(pieces) != 1 or pieces[0].path:
-        raise UsageError(
-            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
-            "parts, and an int8 file is made of one: quantize the files of the parts with what "
-            "each is given (onnxruntime.quantization.quantize_static)"
-        )
+    quantizer = "onnxruntime.quantization.quantize_static"
+    way_on = f"quantize the files of the parts with what each is given ({quantizer})"
+    check_in_one(pieces, "an int8 file", way_on)
     if opset is not None and opset < FIRST_OPSET:
         raise UsageError(
             f"an int8 file has a scale for each output of a layer, which opset {opset} cannot say: "
@@ -164,12 +161,9 @@ def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
 
 
 def write_int8(
-    path: Path,
+    proven: InFloat32,
     target: Path,
     given: Any,
-    piece: ExportedPart,
-    facts: Mapping[str, str],
-    threads: int,
     ranges: Ranges | None = None,
     *,
     compensates: bool = True,
@@ -177,13 +171,9 @@ def write_int8(
     """Write the int8 file of a file in float32, and compare the two.
 
     Args:
-        path: of the file in float32.
+        proven: the file in float32.
         target: of the int8 file.
         given: what it is calibrated with, as ``calibration.feeds_of`` takes it.
-        piece: that the file was made from.
-        facts: metadata of the file in float32, of which the int8 file gets all; the certificate
-            as that of the other file.
-        threads: that a call may use when it is timed.
         ranges: that the network was trained with, which the file then has; None to choose them.
         compensates: whether weights that make up for the rounding are tried; see ``compensation``.
             Those of a training that knew of eight bits stay as they are.
@@ -192,7 +182,13 @@ def write_int8(
         UsageError: the weights lie beside the file; the inputs are not such as it takes, or few.
         L0pruneError: ONNX Runtime cannot quantize it.
     """
-    _check_single(path)
+    if proven.is_apart:
+        raise UsageError(
+            "no int8 file is made of one whose weights lie beside it (external_data, or more than "
+            "2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
+            "external_data out"
+        )
+    path, piece, threads = proven.path, proven.piece, proven.threads
     network = collect.Network(path, threads, collect.CPU)
     names = [each.name for each in network.session.get_inputs()]
     seen, unseen = divided(feeds_of(given, piece, names))
@@ -218,24 +214,16 @@ def write_int8(
         compared=rows_in(unseen, piece),
         errors=errors,
         agreement=agreement,
-        kept=() if search is None else tuple(search.kept),
-        costly=() if search is None else tuple(search.costly),
-        times=Times(
-            tuple(turns["dense"]),
-            tuple(turns["own"]),
-            threads,
-            rows_in([one], piece),
-            f"onnxruntime {collect.version()}",
-            collect.processor(),
-        ),
+        kept=tuple(search.kept) if search else (),
+        costly=tuple(search.costly) if search else (),
+        times=Times.of(turns, threads, rows_in([one], piece)),
         metrics=metrics,
         tested=tested,
         has_vnni=has_dot_products(),
         bits={} if ranges is None else ranges.by_layer,
         compensated=None if search is None else search.compensated,
     )
-    own = {"batch": piece.takes, "int8": json.dumps(about_it.to_dict())}
-    describe_beside(target, facts, own)
+    proven.describe(target, int8=json.dumps(about_it.to_dict()))
     return about_it
 
 
@@ -252,16 +240,6 @@ def _searched(
         with stage("making up for the rounding"):
             search.compensate(seen)
     return search
-
-
-def _check_single(path: Path) -> None:
-    graph = onnx.load(str(path), load_external_data=False).graph
-    if any(tensor.external_data for tensor in graph.initializer):
-        raise UsageError(
-            "no int8 file is made of one whose weights lie beside it (external_data, or more than "
-            "2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
-            "external_data out"
-        )
 
 
 def compared_on(task: Task, first: OnnxFile, second: OnnxFile, batch_size: int) -> Differences:

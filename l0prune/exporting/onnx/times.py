@@ -44,6 +44,19 @@ class Times:
     processor: str
     dense_bytes: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        turns: Mapping[str, Sequence[float]],
+        threads: int,
+        batch: int,
+        dense_bytes: int | None = None,
+    ) -> Times:
+        """Return what the turns took, of a call of ONNX Runtime on this machine."""
+        runtime = f"onnxruntime {collect.version()}"
+        both = tuple(turns["dense"]), tuple(turns["own"])
+        return cls(*both, threads, batch, runtime, collect.processor(), dense_bytes)
+
     @property
     def share(self) -> float:
         """Time of the small network over that of the dense one."""
@@ -109,15 +122,7 @@ def times_of(
         turns = collect.networks_turns(
             networks[0], networks[1], dict(zip(names, given, strict=True)), _SECONDS
         )
-    return Times(
-        dense=tuple(turns["dense"]),
-        small=tuple(turns["own"]),
-        threads=threads,
-        batch=batch,
-        runtime=f"onnxruntime {collect.version()}",
-        processor=collect.processor(),
-        dense_bytes=size,
-    )
+    return Times.of(turns, threads, batch, size)
 
 
 def _spread(turns: Sequence[float]) -> float:

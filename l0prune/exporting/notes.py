@@ -1,0 +1,99 @@
+"""Notes on the programs and files of an export: what they take, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from l0prune.capture.example_inputs import holds_objects
+from l0prune.capture.sizes import ANY
+from l0prune.exporting.pieces import ExportedPart, InParts, Whole
+from l0prune.exporting.slicing.graph import DenseGraph
+from l0prune.files.cut_layers import LAYERS
+from l0prune.infer.nodes import called, draws
+
+CHANGED = (
+    "The weights were changed after the export, whose comparisons with the gated model were of "
+    "others. Programs and files are of the module as it was when they were made, and were compared "
+    "with that."
+)
+_FIXED = "with a free batch size torch.export finds no graph that is right for it"
+_GROUPED = "the model's forward takes so many rows together"
+_FROM_TWO = "the model's forward treats a single example in another way"
+
+
+def notes_on_files(made: Whole | InParts, module: nn.Module) -> list[str]:
+    """Return what is to be known of programs and files; the module is what they are made of."""
+    on_model = (_note_on_sizes(made), _note_on_objects(made), _note_on_draws(made.pieces))
+    return [_note_on_batches(made.pieces), *on_model, _note_on_pickles(module)]
+
+
+def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
+    """Note on the batches that programs and files take."""
+    lines = []
+    for piece in pieces:
+        is_limited = piece.batches != ANY if piece.path else piece.takes != str(ANY)
+        if is_limited:
+            of = f" of {piece.path}" if piece.path else ""
+            together = _FROM_TWO if piece.batches.multiple == 1 else _GROUPED
+            why = together if piece.dynamic else piece.why_fixed or _FIXED
+            lines.append(f"Program and ONNX file{of} are for batches of {piece.takes}: {why}.")
+    return "\n".join(lines)
+
+
+def _note_on_pickles(module: nn.Module) -> str:
+    """Name the layers for which ``torch.load`` of the pickled module needs l0prune, if any."""
+    kinds: tuple[type[nn.Module], ...] = (DenseGraph, *LAYERS.values())
+    of_ours = [kind for each in module.modules() for kind in kinds if isinstance(each, kind)]
+    if not of_ours:
+        return ""
+    names = ", ".join(dict.fromkeys(kind.__name__ for kind in of_ours))
+    folder = "" if DenseGraph in of_ours else "save_pretrained(folder, code=True) or "
+    return (
+        f"torch.save(module) makes a file that only loads where l0prune is installed, for {names}: "
+        f'{folder}save("model.pt2") makes one that torch alone loads.'
+    )
+
+
+def _note_on_objects(made: Whole | InParts) -> str:
+    """Return what programs make of inputs that are objects; empty where there are none."""
+    if isinstance(made, InParts) or not holds_objects(made.example):
+        return ""
+    return (
+        "Program and ONNX file take a list of its tensors for each input that is an object, and do "
+        "not give back what the forward writes into it. A memory that it extends, such as a cache, "
+        "has the slots that stayed."
+    )
+
+
+def _note_on_sizes(made: Whole | InParts) -> str:
+    """Note on sizes that were to be free and are not, or only from some size on."""
+    if isinstance(made, InParts) or not made.free:
+        return ""
+    (piece,), lines = made.pieces, []
+    tried, taken = (
+        [made.free.sizes(answer.inputs) for answer in answers]
+        for answers in (piece.answers, made.answers)
+    )
+    for name in made.free.names:
+        if name not in piece.free.names:
+            lines.append(
+                f"Program and ONNX file are for {name} = {tried[0][name]} only: torch.export "
+                "finds no graph that is right for other sizes."
+            )
+        elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
+            lines.append(f"Program and ONNX file are for {name} of 2 or more.")
+    return "\n".join(lines)
+
+
+def _note_on_draws(pieces: Sequence[ExportedPart]) -> str:
+    """Return the note on a model that draws random numbers; empty where it does not."""
+    nodes = (node for piece in pieces for node in piece.program.graph.nodes)
+    found = dict.fromkeys(called(node) for node in nodes if draws(node))
+    if not found:
+        return ""
+    return (
+        f"In eval mode the model draws random numbers ({', '.join(found)}): it was compared with "
+        "the same draws, and save_onnx will refuse, since ONNX Runtime draws others."
+    )

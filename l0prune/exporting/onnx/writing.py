@@ -1,0 +1,130 @@
+"""ONNX files of an export: written and compared together, so that all of them appear or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from l0prune.errors import CertificateError, UsageError
+from l0prune.exporting.certify.certificate import Check, compare_file
+from l0prune.exporting.onnx.file import describe, write_runnable
+from l0prune.exporting.onnx.older import data_beside
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.files.atomic import replacement
+from l0prune.files.onnx_network import Origin
+from l0prune.infer.nodes import called, draws
+from l0prune.running.stages import stage
+
+_OF_FLOAT32 = ("certificate", "changed", "times")  # metadata about that file alone
+
+
+class Unfinished(ExitStack):
+    """Files that get their names when the context ends, or none where it raises.
+
+    Attributes:
+        paths: by the name that each file will have, where it is until then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: dict[Path, Path] = {}
+        self._data: list[Path] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, file: Path) -> tuple[Path, Path]:
+        """Return where to write a file, and where its weights if they lie apart."""
+        data = self.enter_context(data_beside(file))
+        self._data.append(file.with_name(data.name))
+        self.paths[file] = self.enter_context(replacement(file))
+        return self.paths[file], data
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """Return the files, then those with their weights."""
+        return (*self.paths, *(data for data in self._data if data.exists()))
+
+    def add(
+        self, piece: ExportedPart, file: Path, opset: int | None, source: Origin | None, apart: bool
+    ) -> list[Check]:
+        """Write the file of a piece in float32, and compare it with the gated model.
+
+        Raises:
+            CertificateError: the piece draws random numbers.
+            L0pruneError: as ``write_runnable``, which describes the last three arguments.
+        """
+        if found := [node for node in piece.single.graph.nodes if draws(node)]:
+            raise CertificateError(
+                f"No ONNX file was written: in eval mode the model draws random numbers "
+                f"({called(found[0])}), and ONNX Runtime draws others than torch, so "
+                "that the file cannot be compared with the model. Give the model its noise as an "
+                "input, or write it in torch's own formats: --pt2 or --state (Export.save)."
+            )
+        path, data = self.begin(file)
+        session = write_runnable(piece.single, path, data, piece.sizes, opset, source, apart)
+        describe(path, {"batch": piece.takes})
+        with stage("comparing the ONNX file with the gated model"):
+            return compare_file("onnx", piece.answers, session, piece.path, piece.read)
+
+
+@dataclass(frozen=True)
+class InFloat32:
+    """The proven file from which one of fewer bits is made, to lie beside it.
+
+    Attributes:
+        path: of the file.
+        piece: that it was made from.
+        facts: its metadata.
+        threads: that a call may use when it is timed.
+    """
+
+    path: Path
+    piece: ExportedPart
+    facts: Mapping[str, str]
+    threads: int
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether its weights lie in a file of their own."""
+        import onnx
+
+        graph = onnx.load(str(self.path), load_external_data=False).graph
+        return any(tensor.external_data for tensor in graph.initializer)
+
+    def describe(self, made: Path, **about: Any) -> None:
+        """Give a file that was made from this one its metadata, and what is about it alone.
+
+        What is about this one alone is called ``float32.certificate``.
+        """
+        facts = {
+            f"float32.{name}" if name in _OF_FLOAT32 else name: value
+            for name, value in self.facts.items()
+        }
+        describe(made, {**facts, "batch": self.piece.takes, **about})
+
+
+def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None:
+    """Refuse a model in parts where a file is made from the only one in float32.
+
+    Raises:
+        UsageError: it is in parts.
+    """
+    if len(pieces) != 1 or pieces[0].path:
+        raise UsageError(
+            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
+            f"parts, and {what} is made of one: {way_on}"
+        )
+
+
+def check_apart(path: str | os.PathLike[str], source: Origin | None) -> None:
+    """Raise UsageError for the path of the file that the network was made from."""
+    if source is not None and os.path.realpath(path) == os.path.realpath(source.file):
+        raise UsageError(
+            f"{path} is the file that this network was made from, and its gated models are built "
+            "by it: give the smaller file another name"
+        )

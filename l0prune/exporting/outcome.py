@@ -1,0 +1,209 @@
+"""What came of an export, as values and as people see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from l0prune.capture.weights import Weight
+from l0prune.data.preprocessing import Preprocessing
+from l0prune.exporting.certify.certificate import Certificate
+from l0prune.exporting.handed_out import HandedOut, parameters_of
+from l0prune.exporting.notes import CHANGED, notes_on_files
+from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.pieces import InParts, Whole
+from l0prune.files.onnx_network import Origin
+from l0prune.plan.globs import listed
+from l0prune.plan.int8 import Ranges
+from l0prune.plan.plan import Plan
+from l0prune.plan.switches import gone
+from l0prune.running.environment import as_html
+from l0prune.selection.compensate import Fidelity
+
+if TYPE_CHECKING:
+    from l0prune.exporting.onnx.half import Half
+    from l0prune.exporting.onnx.int8 import Int8
+
+PRECISIONS = ("float64", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A network that ``shrink`` tried for a tolerance.
+
+    Attributes:
+        share: of the MACs, that was asked for.
+        fidelity: how near it came.
+    """
+
+    share: float
+    fidelity: Fidelity
+
+
+@dataclass
+class Outcome:
+    """A smaller model that computes what the gated one does in eval mode.
+
+    Attributes:
+        module: the small network, on the device and in the dtypes of the model. It is of the
+            model's own class at the new sizes, and may be trained on, where the class allows them;
+            else it is the captured graph, for evaluation. Programs and files are made on the CPU.
+        rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
+        certificate: the measured errors.
+        macs: of the small network, for one example.
+        params_before, macs_before: of the network before the cut.
+        widths: for each axis (kept slots, all slots).
+        fidelity: nearness of outputs to those of the network that ``shrink`` was given, on inputs
+            that weights were not fitted to; None where something else made it.
+        curve: the sizes that ``shrink`` tried for a tolerance, ascending.
+        times: milliseconds of the ONNX file and of the dense network's, once they were taken.
+        int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
+        half: what 16 bits change, once ``save_onnx`` wrote a file in float16 or bfloat16.
+        files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
+        changed: the module was found to compute something else than when it was exported, since it
+            has learned on: programs and files are of what it is now.
+        plan: of the network before the cut: where its gates acted, and what stayed whole and why.
+        kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
+        weights: the layers of the network before the cut.
+        source: the ONNX file that the network was made from, if it was; the files that are written
+            have its names of inputs and outputs.
+        ranges: in eight bits, which ``finetune(quantize="int8")`` trained with; None without it. An
+            int8 file has them.
+        preprocessing: of the images that the network takes, as ``load_data`` says it of a data
+            source: of those that ``finetune`` learned from; None where unknown. It is written into
+            the files, and can be set before.
+    """
+
+    module: nn.Module
+    rebuilt: bool
+    certificate: Certificate
+    macs: int
+    params_before: int
+    macs_before: int
+    widths: dict[str, tuple[int, int]]
+    plan: Plan = field(repr=False)
+    kept: Tensor = field(repr=False)
+    weights: tuple[Weight, ...] = field(repr=False)
+    _made: Whole | InParts = field(repr=False)
+    _note: str = field(repr=False)
+    _state: Mapping[str, Tensor] = field(repr=False)
+    _manifest: dict[str, Any] = field(repr=False)
+    _handed_out: HandedOut = field(repr=False)
+    _unused: frozenset[str] = field(repr=False)
+    times: Times | None = None
+    int8: Int8 | None = None
+    half: Half | None = None
+    files: tuple[Path, ...] = ()
+    preprocessing: Preprocessing | None = None
+    source: Origin | None = None
+    ranges: Ranges | None = field(default=None, repr=False)
+    fidelity: Fidelity | None = None
+    curve: tuple[Step, ...] = ()
+    changed: bool = False
+
+    @property
+    def params(self) -> int:
+        """The parameters that ``module`` holds, but for those that eval mode does not use.
+
+        The ``note`` says how many these are.
+        """
+        return parameters_of(self.module, self._unused)
+
+    @property
+    def note(self) -> str:
+        """Note for the user: why the module is not of its own class, and what files take."""
+        notes = (self._note, *notes_on_files(self._made, self.module), CHANGED * self.changed)
+        return "\n".join(filter(None, notes))
+
+    @property
+    def in_parts(self) -> bool:
+        """True if the model could only be captured in parts."""
+        return isinstance(self._made, InParts)
+
+    @property
+    def dynamic(self) -> bool:
+        """True if the batch size is free."""
+        return all(piece.dynamic for piece in self._made.pieces)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """The branches that are left out, by name: see ``gate``."""
+        return tuple(gone(self.plan, self.kept))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Sizes and certificate as plain data."""
+        return {
+            "params": self.params,
+            "params_before": self.params_before,
+            "macs": self.macs,
+            "macs_before": self.macs_before,
+            "dynamic_batch": self.dynamic,
+            "batches": list(dict.fromkeys(piece.takes for piece in self._made.pieces)),
+            "own_class": self.rebuilt,
+            "note": self.note,
+            "parts": list(dict.fromkeys(piece.path for piece in self._made.pieces)),
+            "widths": {name: list(width) for name, width in self.widths.items()},
+            "gone": list(self.gone),
+            "certificate": self.certificate.to_dict(),
+            **{
+                name: None if (value := getattr(self, name)) is None else asdict(value)
+                for name in ("times", "int8", "half", "fidelity")
+            },
+            "curve": [asdict(step) for step in self.curve],
+            "changed": self.changed,
+        }
+
+    def __repr__(self) -> str:
+        errors = [
+            f"{error:.0e} in {dtype}"
+            for dtype in PRECISIONS
+            if (error := self.certificate.worst(("class", "graph", "program"), dtype)) is not None
+        ]
+        params = _share(self.params, self.params_before, "params")
+        macs = _share(self.macs, self.macs_before, "MACs")
+        name = type(self.module).__name__
+        return f"Export({name}: {params}, {macs}; largest error {', '.join(errors)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Sizes before and after, and the certificate, for people."""
+        sizes = Table("", "before", "after", "kept", title="Cut")
+        params, macs = (self.params_before, self.params), (self.macs_before, self.macs)
+        for name, (before, after) in {"params": params, "MACs": macs}.items():
+            sizes.add_row(name, f"{before:,}", f"{after:,}", f"{after / before:.1%}")
+        yield sizes
+        if self.gone:
+            yield Text(f"Branches that are gone: {listed(self.gone)}.")
+        proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
+        for c, batches in self.certificate.summary():
+            what = f"{c.against} and {c.what}" + (f" of {c.part}" if c.part else "")
+            errors = f"{c.error:.1e}", f"{c.tolerance:.1e}"
+            proof.add_row(Text(what), c.dtype, ", ".join(map(str, batches)), *errors)
+        yield proof
+        if self.curve:
+            curve = Table("MACs", "the same", "error", title="Tried, on held-out inputs")
+            for share, near in ((step.share, step.fidelity) for step in self.curve):
+                same = "" if near.agreement is None else f"{near.agreement:.1%}"
+                curve.add_row(f"{share:.1%}", same, f"{near.error:.2%}")
+            yield curve
+        if self.fidelity is not None:
+            yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")
+        half = f"In {self.half and self.half.dtype}"
+        for name, each in (("Time", self.times), ("In int8", self.int8), (half, self.half)):
+            if each is not None:
+                yield Text(f"{name}: {each}")
+        if self.note:
+            yield Text(self.note)
+
+
+def _share(after: int, before: int, unit: str) -> str:
+    return f"{after:,} of {before:,} {unit}" + (f" ({after / before:.1%})" if before else "")
