@@ -3,6 +3,7 @@
     python -m benchmarks.exits
     python -m benchmarks.exits --epochs 15 --budgets 0.5 0.25 0.12
     python -m benchmarks.exits --overhead resnet20
+    python -m benchmarks.exits --network resnet56 --data cifar10 --batch-size 128 --augment
 
 A network with exits is trained, gated and fine-tuned to each budget in MACs; so is one without.
 Thresholds are chosen on a fifth of the training examples, which nothing learns from, for each
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ import torch
 from torch import nn
 
 import l0prune
+from benchmarks.cifar import CHECKPOINTS
 from l0prune.capture.example_inputs import first_rows
 from l0prune.data import Data, Tensors
 from l0prune.exporting.exits.file import forced_to
@@ -36,7 +40,7 @@ from l0prune.files.consent import RECIPES
 from l0prune.files.model_sources import load_model
 
 SETTINGS: dict[str, Any] = {
-    "batch_size": 32, "schedule": "cosine", "ema": 0.99, "report": False, "progress": False,
+    "schedule": "cosine", "ema": 0.99, "report": False, "progress": False,
 }  # fmt: skip
 SECONDS = 2.0
 
@@ -58,24 +62,30 @@ def divided(data: Data) -> tuple[Data, Tensors]:
     train = data.train
     assert isinstance(train, Tensors)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1))
-    parts = [Tensors(train.inputs[i], train.targets[i]) for i in order.split(4 * len(order) // 5)]
+    parts = [
+        replace(train, inputs=train.inputs[i], targets=train.targets[i])
+        for i in order.split(4 * len(order) // 5)
+    ]
     return Data(data.name, parts[0], data.test, data.classes, data.preprocessing), parts[1]
 
 
-def network(name: str, data: Data, epochs: int, exits: int) -> nn.Module:
+def network(name: str, data: Data, exits: int, settings: dict[str, Any]) -> nn.Module:
     """Return a trained network, with exits where some are asked for."""
     torch.manual_seed(0)
-    model: nn.Module = load_model(f"{RECIPES / 'vision.py'}:{name}")
+    weights = None
+    if name in CHECKPOINTS:
+        weights = str(Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[name])
+    model: nn.Module = load_model(f"{RECIPES / 'vision.py'}:{name}", weights)
     if exits:
         model = l0prune.add_exits(model, (data.train.example(2),), at=exits)
-    l0prune.train_dense(model, data, epochs=epochs, lr=2e-3, **SETTINGS)
+    l0prune.train_dense(model, data, lr=2e-3, **settings)
     return model
 
 
-def cut(model: nn.Module, data: Data, budget: float, epochs: int) -> l0prune.Export:
+def cut(model: nn.Module, data: Data, budget: float, settings: dict[str, Any]) -> l0prune.Export:
     """Return the export of a copy that was fine-tuned to a budget."""
     model = l0prune.gate(copy.deepcopy(model), (data.train.example(2),))
-    l0prune.finetune(model, data, budget=f"macs={budget}", epochs=epochs, lr=1e-3, **SETTINGS)
+    l0prune.finetune(model, data, budget=f"macs={budget}", lr=1e-3, **settings)
     return l0prune.export(model)
 
 
@@ -153,10 +163,12 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     data, held_out = divided(l0prune.load_data(options.data))
     yield "| way | MACs | leave at | ms of each way | expected ms | error | overhead |"
     yield "|---" * 7 + "|"
+    settings = {name: getattr(options, name) for name in ("epochs", "batch_size", "augment")}
+    settings |= SETTINGS
     for exits in (0, options.exits):
-        model = network(options.network, data, options.epochs, exits)
+        model = network(options.network, data, exits, settings)
         for budget in options.budgets:
-            dense = cut(model, data, budget, options.epochs)
+            dense = cut(model, data, budget, settings)
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 if exits:
@@ -176,11 +188,14 @@ def main() -> None:
     parser.add_argument("--data", default="digits")
     parser.add_argument("--exits", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--augment", action="store_true")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.12])
     parser.add_argument("--tolerances", type=float, nargs="+", default=[0.003, 0.01])
+    parser.add_argument("--threads", type=int, default=1, help="of training; times are of one")
     parser.add_argument("--overhead", nargs="+", default=[], metavar="NETWORK")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     lines = overheads(options.overhead, options.exits) if options.overhead else rows(options)
     for line in lines:
         print(line, flush=True)
