@@ -33,8 +33,8 @@ from l0prune.training import loop, run, start
 from l0prune.training.averages import Average
 from l0prune.training.compaction import Compaction
 from l0prune.training.doctor import Doctor
+from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display
-from l0prune.training.pruner import Pruner
 from l0prune.training.stepper import Losses, Stepper
 
 BATCH, STEPS, CLASSES = 8, 16, 10
@@ -46,13 +46,13 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "cuts": [(Compaction, "begin"), (Compaction, "end")],
     "looks for what may be cut": [(Compaction, "look")],
     "forward and backward": [(Losses, "backward")],
-    "penalty, budgets": [(Pruner, "before_step")],
-    "phases, fit": [(Pruner, "begin_step"), (Pruner, "advance")],
+    "penalty, budgets": [(GateRun, "before_step")],
+    "phases, fit": [(GateRun, "begin_step"), (GateRun, "advance")],
     "optimizers": [(Stepper, "_apply_gradients")],
     "averages": [(Average, name) for name in ("update", "show", "hide", "install")],
     "statistics of batch norms": [(loop.Loop, "_recalibrate")],
     "test data": [(loop.Loop, "_tested")],
-    "records, doctor": [(Pruner, "record"), (Doctor, "after"), (loop.Loop, "_check_weights")],
+    "records, doctor": [(GateRun, "record"), (Doctor, "after"), (loop.Loop, "_check_weights")],
     "digests, checkpoints": [(loop.Loop, "_save"), (run.checkpoint, "snapshot")],
     "display": [(Display, name) for name in ("step", "epoch", "note")],
 }

@@ -28,9 +28,9 @@ from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
 from l0prune.training.doctor import costly_compiling, diverged
+from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
-from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.stepper import Stepper, retry_uncut
 from l0prune.training.wrappers import average_buffers
@@ -120,7 +120,7 @@ class Loop:
         settings: Settings,
         device: torch.device,
         phases: Phases,
-        pruner: Pruner | None,
+        pruner: GateRun | None,
         teacher: Teacher | None,
         interrupt: Interrupt,
         started_from: str,

@@ -27,12 +27,12 @@ from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
+from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gsm import with_defaults
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
-from l0prune.training.pruner import Pruner, planned
 from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import GATES, GSM, DenseSettings, Settings, current_names
 from l0prune.training.standing import Standing
@@ -89,7 +89,8 @@ def _train_in(
         phases = _phases(settings, feed.steps)
         if settings.penalty == GSM:
             settings = with_defaults(settings, phases.learning)
-        pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
+        known = (settings, phases, feed.size, settings.compact_when)
+        pruner = GateRun(model, *known)
     folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)
     kind = None if gates is None else gates.gate
@@ -119,7 +120,7 @@ def _train_in(
             rng.seed_all(settings.seed, world.rank)
             fingerprint = _fingerprint(settings, feed, world, kind)
             if pruner is not None and (begun.said or trained is not model):
-                pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
+                pruner = GateRun(trained, *known)
             if pruner is not None and begun.decided and settings.branch_freeze_fraction is None:
                 pruner.freeze_branches()
             loop = Loop(

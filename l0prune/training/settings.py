@@ -641,12 +641,10 @@ class Settings(DenseSettings, GateSettings):
             raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
         return self
 
-    def of_gates(self) -> dict[str, Any]:
-        """Return the settings that ``l0prune.Pruner`` takes, too."""
-        found = {name: getattr(self, name) for name in GateSettings.model_fields}
-        if self.backend is not None and self.compact == "auto":
-            found["compact"] = "settle"  # each size is compiled anew
-        return found
+    @property
+    def compact_when(self) -> Compact:
+        """Return ``compact``; a compiled network is cut once, since each size is compiled anew."""
+        return "settle" if self.backend is not None and self.compact == "auto" else self.compact
 
 
 Settings.__doc__ = documentation(Settings)

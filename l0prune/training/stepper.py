@@ -25,10 +25,10 @@ from l0prune.running.task import Judge, Task
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint, put_back
 from l0prune.training.distillation import Teacher
+from l0prune.training.gate_run import GateRun
 from l0prune.training.input_cost import input_penalty
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
-from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.wrappers import images_channels_last, replicated, whole_everywhere
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def retry_uncut(
-    pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], None] | None = None
+    pruner: GateRun | None, action: Callable[[], T], undo: Callable[[], None] | None = None
 ) -> T:
     """Run ``action``; where only a cut network makes it fail, run it on the whole one, for good.
 
@@ -204,7 +204,7 @@ class Stepper:
         task: Task,
         settings: Settings,
         device: torch.device,
-        pruner: Pruner | None,
+        pruner: GateRun | None,
         phases: Phases,
         teacher: Teacher | None,
         world: World,
@@ -309,7 +309,7 @@ class Stepper:
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _begin(self, pruner: Pruner) -> None:
+    def _begin(self, pruner: GateRun) -> None:
         """Begin the step; where the gates stand from it on, they are first at their averages."""
         settles = pruner.begins_to_settle
         if settles and self.average is not None:
@@ -327,7 +327,7 @@ class Stepper:
                 self.scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(self._weights, self._settings.clip)
 
-    def _add_penalty(self, pruner: Pruner) -> Tensor | None:
+    def _add_penalty(self, pruner: GateRun) -> Tensor | None:
         if self.scaler is None or self._settings.clip is not None:
             return pruner.before_step()
         return pruner.before_step(scale=self._scaled(torch.ones_like(pruner.gates.log_alpha[0])))

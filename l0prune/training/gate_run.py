@@ -1,0 +1,297 @@
+"""Gates in a run whose loop calls each part of a step, as that of ``finetune`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError, warn
+from l0prune.gating.attaching import gates_of, weights_of
+from l0prune.plan.bits import check_menu
+from l0prune.training.averages import Followers
+from l0prune.training.compaction import Compaction, CompactionPolicy
+from l0prune.training.doctor import Doctor
+from l0prune.training.elements import penalty_of
+from l0prune.training.gate_terms import GateTerms, add_gradients
+from l0prune.training.group_penalty import stand
+from l0prune.training.optimizers import free
+from l0prune.training.penalty import param_groups
+from l0prune.training.phases import Phases
+from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
+from l0prune.training.settings import GATES, Compact, GateSettings
+from l0prune.training.start import Decision
+
+FORMAT = 1
+_KEYS = {"format", "axes", "phases", "step", "begun", "doctor", "work", "cut"}
+# Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
+BETAS = (0.9, 0.99)
+_LOOKS = 20  # of the doctor, and for what may be cut, while the gates learn
+
+
+def _check(
+    state: dict[str, Any], axes: list[list[Any]], phases: Phases, *, has_budget: bool
+) -> None:
+    """Refuse a state that is not of such a run."""
+    if not isinstance(state, dict) or not state.keys() >= _KEYS or state["format"] != FORMAT:
+        raise UsageError("this is no state of a Pruner of this version of l0prune")
+    if state["axes"] != axes:
+        raise UsageError(
+            "this state is of a Pruner for another model: its gates are on other axes. Load "
+            "it into the Pruner of a model that was gated in the same way"
+        )
+    mine = [phases.total, phases.warmup, phases.settle]
+    if list(state["phases"]) != mine:
+        raise UsageError(
+            f"this state is of a run of {state['phases'][0]} steps ({state['phases'][1]} of "
+            f"warm-up, {state['phases'][2]} of settling), and this Pruner is for {mine[0]} "
+            f"({mine[1]}, {mine[2]}): make it with the same steps, warmup and settle"
+        )
+    if bool(state.get("budget")) != has_budget:
+        raise UsageError("this state is of a run with another budget: give the same")
+
+
+def planned(settings: GateSettings, steps: int, warmup: int | None, settle: int | None) -> Phases:
+    """Return the phases of so many steps; nothing settles where weights stand."""
+    if settings.learn == GATES:
+        return Phases.plan(steps, warmup, 0)
+    # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
+    return Phases.plan(steps, warmup, settle, int(settings.budget is not None or settings.rounds))
+
+
+class GateRun:
+    """All that is about gates in a run: phases, λ or budgets, annealing, fitting, compaction.
+
+    Each step is ``begin_step``, a forward and backward, ``before_step``, the optimizer's step,
+    ``shrink`` and ``advance``. Its attributes are those of ``Pruner``.
+    """
+
+    # Whether the loop is the user's own, whose model may still move before the first step.
+    in_own_loop = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: GateSettings,
+        phases: Phases,
+        n: int | None,
+        compact: Compact,
+        say: Callable[[str], None] = warn,
+    ) -> None:
+        self.model, self.say, self.phases = model, say, phases
+        self.gates = gates_of(model)
+        self.gates.make_whole()
+        self._settings, self._n = settings, n
+        with put_back_quantizer(model):
+            self._quantizing = self._quantized(model)
+            self._set_out()
+        self.compaction = Compaction(model, own_loop=self.in_own_loop)
+        self._shrinking = CompactionPolicy(self.compaction, compact, self._say_it)
+        self.step = 0
+        self._work = 0.0  # of so many steps of the whole model
+        self._begun: int | None = None
+        free(self.gates.parameters())
+        self._followers = Followers(self.gates)
+
+    def _quantized(self, model: nn.Module) -> Quantizing | None:
+        if self._settings.quantize is None:
+            without_quantizer(model)
+            return None
+        menu = check_menu(self._settings.bits) if self._settings.quantize == "bits" else ()
+        return Quantizing(model, self.phases, menu)
+
+    def _set_out(self) -> None:
+        """From the gates as they are now."""
+        self._terms = GateTerms(self.model, self.gates, self._settings, self._n, self.phases)
+        self.budget = self._terms.budget
+        learning = self.phases.learning
+        fraction = self._settings.branch_freeze_fraction
+        self._decision = Decision(self.gates, learning, fraction, self.budget)
+        self.doctor = Doctor(self._terms, self.phases)
+        self._penalty = penalty_of(
+            self.model, self.gates, self._settings, self._n, self.phases, self.budget
+        )
+
+    @property
+    def gate_lr(self) -> float:
+        """The gates' learning rate."""
+        return self._terms.gate_lr
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that learn, without those of the gates: what is to be clipped."""
+        return [p for p in weights_of(self.model).values() if p.requires_grad]
+
+    @property
+    def _of_gates(self) -> list[nn.Parameter]:
+        return [p for p in self.gates.learned if p.requires_grad]
+
+    def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Groups for any optimizer: weights, and the gates undecayed and at their own rate."""
+        groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
+        if self.budget is not None:
+            for group in groups:
+                if group["name"] == "gates":
+                    group["betas"] = BETAS
+        return groups
+
+    @property
+    def phase(self) -> str:
+        """``warm-up``, ``prune`` or ``settle``: that of the next step."""
+        return self.phases.at(self.step)
+
+    @property
+    def begins_to_settle(self) -> bool:
+        """Return whether settling begins with the next step."""
+        return self._begun != self.step and self.phases.begins_to_settle(self.step)
+
+    def begin_step(self) -> None:
+        """Before a step's first forward: let the gates be sampled or stand, as the phase has it."""
+        if self._begun == self.step:
+            return
+        self._anneal()
+        if self._quantizing is not None:
+            self._quantizing.begin(self.step)
+        if self.step == 0 and self._penalty is None:
+            self._decision.hold(0)
+        settles = self.phases.begins_to_settle(self.step)
+        if settles:
+            self.make_whole()
+            if self._penalty is not None and (said := self._penalty.rank()):
+                self._say_it(said)
+            self._terms.fit()
+            if self._penalty is not None:
+                stand(self.gates)
+            self._followers.follow(self.budget)
+        self._begun = self.step
+        self.gates.fixed = self.phase == "settle" or self._penalty is not None
+        if self.step >= self.phases.total:
+            return  # no step of the run is left to be cheaper
+        if self.gates.fixed:
+            made_whole = self._is_time_to_look and self.compaction.cut is None  # in between
+            if settles or made_whole:
+                self._shrinking.to_what_stands()
+        elif self._is_time_to_look or (self.in_own_loop and self.step == 1):
+            # Before the first step of a loop of your own the model may still be moved: what is
+            # closed then goes after it.
+            begins = self.step == 0 and not self.in_own_loop
+            self._shrinking.to_what_is_open(self.phases.total - self.step, begins=begins)
+
+    def freeze_branches(self) -> None:
+        """Keep branches that are open now, and remove the others, before the first step."""
+        self._decision.first = 0
+        if self.step == 0:
+            self._decision.hold(0)
+
+    def look_ahead(self, hindrance: str = "") -> None:
+        """Before the first step: say so if the network cannot be cut, by itself or a hindrance."""
+        self._shrinking.look_ahead(hindrance or self.compaction.hindrance())
+
+    def make_whole(self) -> None:
+        """Give a model that is trained at the size that its gates leave its own size back."""
+        self.compaction.end()
+
+    def keep_whole(self, reason: str) -> None:
+        """Make the model whole, and cut nothing from here on, for a reason that is said."""
+        self.make_whole()
+        self._shrinking.fail(reason)
+
+    def before_step(self, *, scale: float | Tensor = 1.0) -> Tensor | None:
+        """Add the penalty's gradient, times ``scale``, and return the penalty; see ``Pruner``."""
+        if self._penalty is not None:
+            self._penalty.before(self.step, self.compaction.optimizers)
+            return None
+        extra = self._terms.penalty(self.step)
+        if extra is not None and extra.requires_grad:
+            scaled = extra if isinstance(scale, float) and scale == 1 else extra * scale
+            learned = self.model.parameters() if self._terms.decays else self._of_gates
+            add_gradients(scaled, [p for p in learned if p.requires_grad])
+        if self.phase == "settle":
+            for parameter in self._of_gates:
+                parameter.grad = None  # so that no optimizer moves them
+        elif self.budget is not None:
+            self.budget.step(scale)
+        self._decision.keep(self.step)
+        return None if extra is None else extra.detach()
+
+    def shrink(self) -> None:
+        """After the optimizer's step, and before ``advance``: the penalty's part of the step."""
+        if self._penalty is not None:
+            self._penalty.step(self.step, self.compaction.optimizers)
+
+    def advance(self) -> None:
+        """Count the step that was done, and make the gates what they are after it."""
+        if self._quantizing is not None:
+            self._quantizing.advance()
+        self.step += 1
+        self._work += self.compaction.share
+        self._anneal()
+        if self._penalty is None:
+            self._decision.hold(self.step)
+
+    def _anneal(self) -> None:
+        self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
+
+    @property
+    def _between_looks(self) -> int:
+        return max(1, self.phases.learning // _LOOKS)
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        return self.step % self._between_looks == 0
+
+    def _say_it(self, text: str) -> None:
+        """Pass the text to ``say`` as it is now."""
+        self.say(text)
+
+    def record(self) -> dict[str, Any]:
+        """Expected and actual counts, budgets, open slots by axis, and axes without any.
+
+        ``training_macs`` is the share of MACs that the steps so far had, of what they would have
+        had at the model's own size.
+        """
+        own = {} if self._penalty is None else self._penalty.record()
+        return {**self._terms.record(), **own, "training_macs": self._work / max(self.step, 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that is kept beside those of the model and the optimizer."""
+        return {
+            "format": FORMAT,
+            "axes": self._axes(),
+            "phases": [self.phases.total, self.phases.warmup, self.phases.settle],
+            "step": self.step,
+            "begun": self._begun,
+            "doctor": self.doctor.state_dict(),
+            "fitted": self._terms.fitted,
+            "work": self._work,
+            "cut": self._shrinking.state_dict(),
+            "decided": self._decision.first,
+            **{name: part.state_dict() for name, part in self._parts.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave; see ``Pruner``."""
+        _check(state, self._axes(), self.phases, has_budget=self.budget is not None)
+        self.step, self._begun, self._work = state["step"], state["begun"], state["work"]
+        for name, part in self._parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        self.doctor.load_state_dict(state["doctor"])
+        self._terms.fitted = state["fitted"]
+        self._decision.first = state["decided"]
+        if self._quantizing is not None and "quantize" in state:
+            self._quantizing.begin(self.step)
+        self._anneal()
+        is_settled = self._begun == self.step and self.phase == "settle"
+        self.gates.fixed = is_settled or self._penalty is not None
+        self._shrinking.load_state_dict(state["cut"])
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Return the parts of the run that have a state, by name."""
+        parts = {"budget": self.budget, "penalty": self._penalty, "quantize": self._quantizing}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _axes(self) -> list[list[Any]]:
+        return [[axis.name, axis.size] for axis in self.gates.plan.axes]
