@@ -24,7 +24,7 @@ from l0prune.cli.opening import (
 from l0prune.cli.options import key_values, with_settings
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.files.atomic import check_writable
-from l0prune.training.settings import current_names
+from l0prune.training.fields import current_names
 
 Setting = Annotated[
     list[str] | None,

@@ -24,7 +24,7 @@ from l0prune.cli.project import newest, output_path
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.running.stages import stage
 from l0prune.selection import fitted
-from l0prune.training.settings import GateSettings
+from l0prune.training.gate_settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
 _TESTED = 10_000  # examples at most, as many as ``auto`` looks at

@@ -18,7 +18,8 @@ from l0prune.plan.limits import limits
 from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.running.criteria import check_name
-from l0prune.training.settings import Settings, current_names
+from l0prune.training.fields import current_names
+from l0prune.training.settings import Settings
 
 
 class _Section(BaseModel):

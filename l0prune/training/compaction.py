@@ -28,6 +28,7 @@ from l0prune.running.device import device_of
 from l0prune.running.processes import is_sharded, run_on_first
 from l0prune.running.stages import stage
 from l0prune.training.averages import Average
+from l0prune.training.gate_settings import Compact
 from l0prune.training.optimizers import (
     States,
     bare,
@@ -38,7 +39,6 @@ from l0prune.training.optimizers import (
     saved_whole,
     whole_states,
 )
-from l0prune.training.settings import Compact
 
 _NOT_USERS = ("torch.nn.", "l0prune.gating.", "torch.distributed.fsdp.")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

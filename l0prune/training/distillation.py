@@ -21,7 +21,8 @@ from l0prune.running.criteria import class_dim, tensor_output
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
-from l0prune.training.settings import GATES, Settings
+from l0prune.training.gate_settings import GATES
+from l0prune.training.settings import Settings
 
 # By so much of the model's loss a teacher's may be larger.
 _WORSE = 0.1

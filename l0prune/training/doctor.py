@@ -17,10 +17,11 @@ from l0prune.gating.kinds.base import Gate
 from l0prune.plan.plan import BITS
 from l0prune.plan.switches import idle
 from l0prune.running.task import amounts
+from l0prune.training.gate_settings import GATES
 from l0prune.training.gate_terms import ALWAYS, GateTerms
 from l0prune.training.history import Record
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GATES, Settings
+from l0prune.training.settings import Settings
 
 Complaint = tuple[str, str]
 """What it is about, of which we complain once, and the text."""

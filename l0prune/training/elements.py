@@ -18,11 +18,11 @@ from l0prune.gating.attaching import holder, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.running.processes import is_sharded
 from l0prune.training.budget import RATE, Budget, ahead_of, ascended, passed_of
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.group_penalty import GroupPenalty, check_unlearned, close, erase, stand
 from l0prune.training.gsm import SparseMomentum, check_decay, saliency
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GateSettings
 from l0prune.training.shrinkage import shrinkage_of
 from l0prune.training.slot_groups import Groups, Metric
 

@@ -1,4 +1,4 @@
-"""Texts of the fields of a pydantic model: for help, messages and docs."""
+"""Fields of settings, and their texts in help, messages and docs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+
+from l0prune.errors import UsageError, warn_renamed
+from l0prune.plan.numbers import LARGEST, MOST
+
+# Spellings of before, which are accepted with a DeprecationWarning.
+RENAMED = {"at_once": "oneshot_fraction", "decide": "branch_freeze_fraction"}
 
 _WORDS = {
     int: "a whole number",
@@ -108,3 +121,45 @@ def _bounds(field: FieldInfo) -> str:
 
 def _shown(limit: float) -> str:
     return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+
+
+def _bounded(**bounds: float) -> Callable[[Any, str], Any]:
+    return lambda default, text: Field(default, description=text, **bounds)
+
+
+# Declare a number of this kind, by its default and its description.
+amount = _bounded(ge=0, le=LARGEST)
+share = _bounded(ge=0, le=1)
+count = _bounded(ge=1, le=MOST)
+
+
+def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their names of today; a renamed one is deprecated."""
+    found = {}
+    for name, value in given.items():
+        if (new := RENAMED.get(name)) is not None:
+            if new in given:
+                raise UsageError(f"{name} is the former name of {new}: give one of them")
+            warn_renamed(f"the setting {name}", new)
+        found[new or name] = value
+    return found
+
+
+class Declared(BaseModel):
+    """Settings that are checked when they are made, with errors in words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        given = current_names(given)
+        try:
+            return check(given)
+        except ValidationError as error:
+            raise UsageError(in_words(error, cls.model_fields, given)) from None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Make settings from keywords."""
+        return cls(**given)

@@ -14,13 +14,13 @@ from l0prune.training.averages import Followers
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
 from l0prune.training.elements import penalty_of
+from l0prune.training.gate_settings import GATES, Compact, GateSettings
 from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.group_penalty import stand
 from l0prune.training.optimizers import free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
 from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
-from l0prune.training.settings import GATES, Compact, GateSettings
 from l0prune.training.start import Decision
 
 FORMAT = 1

@@ -20,10 +20,10 @@ from l0prune.running.task import RECORD_KEYS, Amount
 from l0prune.selection import fitted
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.lambdas import Lambda
 from l0prune.training.penalty import penalty_of_gates
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GateSettings
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
 ALWAYS = (Params, Macs)  # what is recorded of every run

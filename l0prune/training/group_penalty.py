@@ -20,10 +20,10 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.training.budget import Budget
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.input_cost import input_gated
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GateSettings
 from l0prune.training.shrinkage import GroupLasso, shrinkage_of
 from l0prune.training.slot_groups import Groups, Metric, Part, squares
 

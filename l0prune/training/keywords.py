@@ -1,6 +1,6 @@
 """The settings as typed keywords, by which editors complete and mypy checks them.
 
-Generated from ``settings.py`` by ``python tests/training/test_keywords.py``; do not edit.
+Generated from the settings by ``python tests/training/test_keywords.py``; do not edit.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from l0prune.plan.limits import LimitsLike
 from l0prune.plan.measures import Source
 from l0prune.running.criteria import Loss, Metric
+from l0prune.training.gate_settings import Compact
 from l0prune.training.lambdas import LambdaLike
-from l0prune.training.settings import Compact, OptimizerFactory, Schedule
+from l0prune.training.settings import OptimizerFactory, Schedule
 
 if TYPE_CHECKING:
     from torch import device as Device

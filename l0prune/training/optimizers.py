@@ -16,8 +16,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from l0prune.errors import UsageError
 from l0prune.exporting.slicing.tensors import Place
 from l0prune.running.processes import distribute_like, full_tensor, is_sharded
+from l0prune.training.gate_settings import GSM
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GSM, Settings
+from l0prune.training.settings import Settings
 
 Groups = list[dict[str, Any]]
 Optimizers = Sequence[Optimizer]

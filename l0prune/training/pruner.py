@@ -19,11 +19,12 @@ from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
 from l0prune.training.averages import excess_of
 from l0prune.training.gate_run import BETAS, GateRun, planned
+from l0prune.training.gate_settings import GATES, GateSettings
 from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, bare
 from l0prune.training.phases import Phases
-from l0prune.training.settings import AUTO, GATES, NOTHING_SETTLES, GateSettings
+from l0prune.training.settings import AUTO, NOTHING_SETTLES
 from l0prune.training.standing import Standing
 from l0prune.training.start import init_gates_from
 from l0prune.training.wrapping import Wrap, Wrapping

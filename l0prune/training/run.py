@@ -27,14 +27,16 @@ from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
+from l0prune.training.fields import current_names
 from l0prune.training.gate_run import GateRun, planned
+from l0prune.training.gate_settings import GATES, GSM
 from l0prune.training.gsm import with_defaults
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
 from l0prune.training.quantizing import put_back_quantizer
-from l0prune.training.settings import GATES, GSM, DenseSettings, Settings, current_names
+from l0prune.training.settings import DenseSettings, Settings
 from l0prune.training.standing import Standing
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 

@@ -5,10 +5,10 @@ from small_task import gated
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.plan.cost import CostModel
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms, default_gate_rate
 from l0prune.training.penalty import penalty
 from l0prune.training.phases import Phases
-from l0prune.training.settings import GateSettings
 
 PHASES = Phases(total=20, warmup=4, settle=5)
 WARMING, PRUNING, SETTLING = 1, 10, 17

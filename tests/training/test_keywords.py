@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 import l0prune
-from l0prune.training import settings as declared
 
 PACKAGE = Path(l0prune.__file__).parent
 KEYWORDS = PACKAGE / "training" / "keywords.py"
 FILES = [
     "__init__.py", "report/live.py", "training/pruner.py", "training/keywords.py",
-    "training/settings.py",
+    "training/settings.py", "training/gate_settings.py", "training/fields.py",
 ]  # fmt: skip
 SCRIPT = """
 import torch
@@ -37,8 +36,10 @@ NAMES = {"GateSettings": "GateKeywords", "DenseSettings": "DenseKeywords", "Sett
 
 def generated():
     """The file of keywords: its first lines as they are, and each class as the settings have it."""
-    tree = ast.parse(Path(declared.__file__).read_text())
-    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+    files = [PACKAGE / "training" / f"{name}.py" for name in ("gate_settings", "settings")]
+    trees = [ast.parse(path.read_text()) for path in files]
+    nodes = [each for tree in trees for each in tree.body]
+    classes = {each.name: each for each in nodes if isinstance(each, ast.ClassDef)}
     text = KEYWORDS.read_text()
     parts = [text[: text.index("\n\nclass ")]]
     for name, keywords in NAMES.items():

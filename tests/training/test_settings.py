@@ -7,9 +7,9 @@ from pydantic import ValidationError
 
 from l0prune.errors import UsageError
 from l0prune.training.checkpoint import CHANGEABLE, IRRELEVANT
-from l0prune.training.fields import types
+from l0prune.training.fields import RENAMED, types
 from l0prune.training.run import OF_GATES
-from l0prune.training.settings import RENAMED, Settings
+from l0prune.training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from l0prune.plan.switches import switches_of
 from l0prune.running.batches import Feed
 from l0prune.running.processes import ALONE
 from l0prune.running.task import Task
+from l0prune.training.gate_run import GateRun
 from l0prune.training.loop import Loop
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
@@ -135,13 +136,13 @@ def test_what_is_cut_at_once_is_not_trained():
 
 
 def test_no_step_is_of_what_was_cut_at_once(monkeypatch):
-    found, advance = [], Pruner.advance
+    found, advance = [], GateRun.advance
 
     def watched(pruner):
         found.append(pruner.compaction.share)
         advance(pruner)
 
-    monkeypatch.setattr(Pruner, "advance", watched)
+    monkeypatch.setattr(GateRun, "advance", watched)
     l0prune.finetune(gated(), data(), budget="macs=0.25", epochs=8, progress=False, device="cpu")
     assert max(found) <= 0.5
 
@@ -196,7 +197,7 @@ def chances(monkeypatch, **settings):
     torch.manual_seed(0)
     only = {"exclude": "*"} if settings.pop("only", False) else {}
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), branches=True, **only)
-    gates, seen, advance = l0prune.gates(model), [], Pruner.advance
+    gates, seen, advance = l0prune.gates(model), [], GateRun.advance
     switches = switches_of(gates.plan)
 
     def watched(pruner):
@@ -204,7 +205,7 @@ def chances(monkeypatch, **settings):
         if pruner.phase != "settle":
             seen.append(gates.open_probability().detach()[switches])
 
-    monkeypatch.setattr(Pruner, "advance", watched)
+    monkeypatch.setattr(GateRun, "advance", watched)
     settings = {"epochs": 3, "batch_size": 40, "compact": "never", "device": "cpu"} | settings
     l0prune.finetune(model, data(), **settings)
     return torch.stack(seen), model
