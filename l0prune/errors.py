@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 # A warning is about the line that called these, not about a line of theirs.
 _INSIDE = {
@@ -119,6 +121,17 @@ def warn(text: str, category: type[L0pruneWarning] = L0pruneWarning) -> None:
 def warn_renamed(old: str, new: str) -> None:
     """Warn of a former name."""
     warn(f"{old} is called {new} now; the old name goes with the next version", RenamedWarning)
+
+
+def former_method(old: str, new: str) -> Callable[..., Any]:
+    """Return a method by a former name, which warns and calls the one of the present name."""
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warn_renamed(old, new)
+        return getattr(self, new)(*args, **kwargs)
+
+    called.__doc__ = f"Call ``{new}``, by the name that it had."
+    return called
 
 
 def first_line(error: BaseException) -> str:

@@ -123,7 +123,7 @@ def _shown(limit: float) -> str:
     return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
 
 
-def _bounded(**bounds: float) -> Callable[[Any, str], Any]:
+def _bounded(**bounds: Any) -> Callable[[Any, str], Any]:
     return lambda default, text: Field(default, description=text, **bounds)
 
 

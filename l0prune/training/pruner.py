@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import UsageError, warn, warn_renamed
+from l0prune.errors import UsageError, former_method, warn, warn_renamed
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import asked_of
 from l0prune.plan.numbers import check_whole
@@ -269,10 +269,7 @@ class Pruner(GateRun):
         if self._wrapping is not None:
             self._wrapping.take_off()
 
-    def branches_stand(self) -> None:
-        """Call ``freeze_branches``, of which this is the former name."""
-        warn_renamed("branches_stand", "freeze_branches")
-        self.freeze_branches()
+    branches_stand = former_method("branches_stand", "freeze_branches")
 
     def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
         """Once a step, after backward, accumulation and clipping: add the penalty's gradient.
