@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -130,25 +131,19 @@ def export(
 ) -> None:
     """Slice the closed gates away and write a smaller model with its certificate.
 
-    The certificate compares the gated model, the sliced one and the ONNX file on fresh inputs; if
-    they differ beyond rounding, nothing is written. A model that was captured in parts becomes one
-    ONNX file for each and a state for its own class.
+    If the gated model, the sliced one and the ONNX file differ, nothing is written.
 
     Examples:
         l0prune export --out small
         l0prune export model.tuned.pt --int8 --data imagefolder:DIR
         l0prune export --pretrained small --code
     """
-    if half_io and not dtype:
-        raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
-    if code and not pretrained:
-        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
-    kinds = "*.tuned.pt", "*.fit.pt", "*.gated.pt"
-    path = file or newest(*kinds, command="l0prune gate MODEL")
+    _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
+    path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    others = (pt2, pte, tflite, state, pretrained, vllm)
-    onnx = onnx or int8 or dtype is not None or not any(others)
+    endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
+    onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm))
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -156,42 +151,39 @@ def export(
     say(f"exporting {path}")
     with shown(err):
         dense = l0prune.export(model, verify=verify)
-    dense.preprocessing = preprocessing_in(info, path)
-    stem = _stem(out, path, dense.source)
-    files: list[Path] = []
+    dense.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, dense.source)
+    of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
+    of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
+    of_onnx |= {"beside": model if timed else None}
     with shown(err):
-        if onnx:
-            files += dense.save_onnx(
-                f"{stem}{ONNX}",
-                beside=model if timed else None,
-                threads=threads,
-                opset=opset,
-                external_data=external_data,
-                int8=examples,
-                compensate=compensate,
-                dtype=dtype,
-                half_io=half_io,
-            )
-        for ending in [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite:
+        files = [*dense.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
+        # ONNX files of parts leave out the code between them.
+        for ending in endings + [STATE] * (state or dense.in_parts):
             files += dense.save(f"{stem}{ending}", model=built_by)
-        if state or dense.in_parts:  # ONNX files of parts leave out the code between them
-            files += dense.save(f"{stem}{STATE}", model=built_by)
         loads = folders(dense, pretrained, vllm, built_by, code=code)
         early = _choose_exits(dense, held_out, exits) if exits else None
         files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
         files += [l0prune.save_skipping(dense, f"{stem}.skipping{ONNX}")] if skipping else []
     files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **dense.to_dict()}
-    result |= {"loads": loads} if loads else {}
-    result |= {"exits": early.to_dict()} if early else {}
+    result |= ({"loads": loads} if loads else {}) | ({"exits": early.to_dict()} if early else {})
     if report:
-        result["page"] = str(_write_report(dense, model, info, path, stem))
-        say(f"the report is {result['page']}")
+        result["page"] = _write_report(dense, model, info, path, stem)
     emit(result, json, Group(dense, early or ""))
+    say_written(files, loads, json)
+
+
+def _check_flags(*, half_io: bool, code: bool) -> None:
+    if half_io:
+        raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
+    if code:
+        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
+
+
+def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
+    """Say what was written, and what loads it, unless all is said in JSON."""
     if not json:
-        say("written: " + ", ".join(map(str, files)))
-        if loads:
-            say(loads)
+        say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))
 
 
 def folders(
@@ -226,7 +218,7 @@ def _examples(
 
 def _write_report(
     dense: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
-) -> Path:
+) -> str:
     """Write the report into the folder of the model's run, or else beside the files."""
     from l0prune.report.collect import add_time, add_trainings
     from l0prune.report.content import Fit
@@ -242,7 +234,9 @@ def _write_report(
         content = add_time(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
     report = with_commands(l0prune.Report(content), with_step(info, path))
-    return report.titled(path.name).save(target)[0]
+    page = str(report.titled(path.name).save(target)[0])
+    say(f"the report is {page}")
+    return page
 
 
 def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:

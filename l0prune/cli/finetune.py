@@ -64,8 +64,7 @@ def finetune(
 ) -> None:
     """Fine-tune a gated model: weights and gates learn together, under a budget or a price λ.
 
-    A run that was stopped goes on when the same command is given again. On several GPUs, which
-    share the examples of each step, torchrun starts it.
+    A run that was stopped goes on with the same command. torchrun starts it on several GPUs.
 
     Examples:
         l0prune finetune --data imagefolder:DIR --budget macs=0.5 --epochs 20

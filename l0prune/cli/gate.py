@@ -141,20 +141,13 @@ def gate(
         l0prune gate model.pt --input 1x3x224x224 --exclude 'layer1.*' --no-branches
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
-    from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones
-    from l0prune.gating.kinds.base import gate_of
-
     if branches and no_branches:
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
-    chosen_gate = gate_of(kind, key_values(setting, "estimator=median"))
+    chosen_gate = _gate(kind, setting)
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)
-    if input_gates:
-        module = l0prune.add_input_gates(module, *example, **_of_input_gates(input_gates))
-    if exits:
-        at = int(exits[0]) if len(exits) == 1 and exits[0].isdecimal() else exits
-        module = l0prune.add_exits(module, *example, at=at)
+    module = _extended(module, example, input_gates, exits)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,
@@ -174,22 +167,44 @@ def gate(
         survey=found,
     )
     given = {"model": spec, "data": data_spec, "data_root": root, "input": text}
-    info = with_step({"data": data_spec, "input": text}, source=source, **given)
-    if tokenizer:
-        info["tokenizer"] = tokenizer
-    if is_rebuildable(spec):
-        info["model"] = spec
-    if data_root:
-        info["data_root"] = str(data_root)
-        remember_root(data_root)
+    named = {"data": data_spec, "data_root": data_root, "input": text, "tokenizer": tokenizer}
     target = output_path(out, spec, ".gated.pt")
-    l0prune.save(module, target, {k: v for k, v in info.items() if v is not None})
-    result = {"input": text} if text else {}
-    result |= _summary(module, found)
-    axes, branches_gated = result["axes"], result["branches"]
-    whole = f", {branches_gated} of them whole branches" if branches_gated else ""
-    said = f"{target}: {result['gates']:,} gates on {axes} axes{whole}"
-    emit({"file": str(target), **result}, json, said)
+    l0prune.save(module, target, with_step(_origin(spec, named), source=source, **given))
+    result = {"file": str(target)} | ({"input": text} if text else {}) | _summary(module, found)
+    emit(result, json, _said(result))
+
+
+def _gate(kind: str, settings: list[str] | None) -> Any:
+    from l0prune.gating.kinds.base import gate_of  # loads torch
+
+    return gate_of(kind, key_values(settings, "estimator=median"))
+
+
+def _origin(spec: str, named: dict[str, Any]) -> dict[str, str]:
+    """Return what builds the model again, and what was named of its data, for its file."""
+    from l0prune.files.user_code import is_rebuildable  # loads torch
+
+    if named["data_root"]:
+        remember_root(named["data_root"])
+    found = {name: str(value) for name, value in named.items() if value}
+    return found | ({"model": spec} if is_rebuildable(spec) else {})
+
+
+def _extended(
+    module: Any, example: Any, input_gates: list[str] | None, exits: list[str] | None
+) -> Any:
+    """Return the network with input gates and early exits, where these are asked for."""
+    if input_gates:
+        module = l0prune.add_input_gates(module, *example, **_of_input_gates(input_gates))
+    if exits:
+        at = int(exits[0]) if len(exits) == 1 and exits[0].isdecimal() else exits
+        module = l0prune.add_exits(module, *example, at=at)
+    return module
+
+
+def _said(result: dict[str, Any]) -> str:
+    branches = f", {result['branches']} of them whole branches" if result["branches"] else ""
+    return f"{result['file']}: {result['gates']:,} gates on {result['axes']} axes{branches}"
 
 
 def _of_input_gates(given: list[str]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.export import folders
+from l0prune.cli.edge import emit, err, shown
+from l0prune.cli.export import folders, say_written
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
@@ -92,5 +92,4 @@ def shrink(
             files += dense.save_onnx(output_path(out, spec, ".small.onnx"))
     result = {"files": [str(each) for each in files], **dense.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, dense)
-    if not json:
-        say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))
+    say_written(files, loads, json)

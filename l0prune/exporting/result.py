@@ -102,27 +102,21 @@ class Export(Outcome):
     ) -> tuple[Path, ...]:
         """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
 
-        The certificate gains the comparison, and the file's metadata carries it: with the gated
-        model, or with ``module`` where that has learned on. The file is in float32, which can be
-        compared exactly. A model that was captured in parts becomes a file for each:
-        ``model.backbone.onnx`` for ``model.onnx``. Weights of more than 2 GB go into a file beside
-        it, ``model.onnx.….data``, under a new name each time.
+        The certificate gains the comparison, and the file's metadata carries it. The file is in
+        float32, which can be compared exactly. A model in parts becomes a file for each. Weights of
+        more than 2 GB go into a file beside it, ``model.onnx.….data``, of a new name each time.
 
         Args:
             path: of the file.
-            beside: the gated model, to time a file beside that of the dense network (``times``,
-                which the metadata carries, too); a warning says where nothing was gained.
+            beside: the gated model, to time a file beside that of the dense network (``times``).
             threads: that a call may use when it is timed.
             opset: of the file, from 7 on; before 18 torch's former exporter writes it. None for
                 what torch's exporter takes by itself.
-            int8: write ``model.int8.onnx``, too, by ONNX Runtime's quantizer, calibrated with this:
-                data as ``finetune`` takes them, whose test examples are tested; or a batch of
-                inputs, as ``gate`` takes them, or an iterable of such. What eight bits change is
-                measured, and in the file's metadata (``Export.int8``).
-            compensate: with ``int8``, whether weights that make up for the rounding are tried, as
-                by ``l0prune.compensate``, and kept where the error on held-out inputs is less.
-            dtype: write ``model.float16.onnx`` (or ``bfloat16``), too. What 16 bits change is
-                computed on the certificate's inputs (``Export.half``, as ``int8``).
+            int8: write ``model.int8.onnx``, too, calibrated with this: data as ``finetune`` takes
+                them, a batch of inputs, or an iterable of such. What eight bits change is measured
+                (``Export.int8``).
+            compensate: with ``int8``, whether weights that make up for the rounding are tried.
+            dtype: write ``model.float16.onnx`` (or ``bfloat16``), too; see ``Export.half``.
             half_io: with ``dtype``, whether its inputs and outputs are in 16 bits, too.
             external_data: write the weights into the file beside it in any case.
 
@@ -130,19 +124,17 @@ class Export(Outcome):
             The files written, those with weights after the others.
 
         Raises:
-            CertificateError: it is not, or nobody can know, since it draws random numbers in eval
-                mode; nothing is written.
-            L0pruneError: an operator cannot be written in this opset; says the lowest that can.
+            CertificateError: it is not the same, or draws random numbers; nothing is written.
+            L0pruneError: an operator cannot be written in this opset.
             FileError: a file cannot be written.
-            UsageError: inputs for int8 do not fit, are too few or not finite, or are for a model in
-                parts; or the dtype is none of these, or none of the opset's.
+            UsageError: int8 is asked for with other inputs or of a model in parts; or the dtype is
+                none of these, or none of the opset's.
         """
         check_whole("threads", threads, most=THREADS)
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
-        self.int8 = self.half = None
-        pieces = self._made.pieces
+        pieces, self.int8, self.half = self._made.pieces, None, None
         if dtype is not None:
             from l0prune.exporting.onnx import half as half_precision  # loads onnx
 
@@ -158,12 +150,10 @@ class Export(Outcome):
             proven = InFloat32(unfinished, pieces[0], facts, threads)
             if int8 is not None:
                 target, _ = files.begin(eight_bits.path_of(file))
-                self.int8 = eight_bits.write_int8(
-                    proven, target, int8, self.ranges, compensates=compensate
-                )
+                self.int8 = eight_bits.write_int8(proven, target, int8, self.ranges, compensate)
             if dtype is not None:
                 targets = files.begin(half_precision.path_of(file, dtype))
-                self.half = half_precision.write_half(proven, *targets, dtype, half_io=half_io)
+                self.half = half_precision.write_half(proven, *targets, dtype, half_io)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files

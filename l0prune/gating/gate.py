@@ -103,47 +103,30 @@ def gate(
 ) -> Model:
     """Put one gate on every slot of the model that can be cut out, in place.
 
-    The state_dict keeps its keys and gains ``l0prune_gates.log_alpha``. Freshly gated with the
-    defaults, the model computes in eval mode exactly what it did.
+    The state_dict gains ``l0prune_gates.log_alpha``. In eval mode the model computes what it did.
 
     Args:
-        model: any module that torch.export can capture. Of a compiled one, or one in
-            DataParallel, the model inside is gated.
-        args: example positional inputs of its forward, a tuple (or a single tensor). Copies are
-            kept, of which each call of the model gets one of its own. Programs and files take a
-            list of its tensors for an object that torch has no name for, such as a cache.
+        model: any module that torch.export can capture; inside torch.compile or DataParallel, too.
+        args: example positional inputs of its forward, a tuple (or a tensor); copies are kept.
         kwargs: example keyword inputs.
-        dynamic_shapes: sizes of the inputs that programs and files leave free beside the batch, in
-            torch.export's format: ``{"input_ids": {1: "seq"}}``.
-        include: names of axes and branches (``survey(model, args).axes``, ``.branches``) to gate,
-            or globs over them; one text, or several.
-        exclude: the same of those to leave whole, even if included.
-        keep: paths of layers, or globs over them, to leave whole on all sides, inputs and outputs,
-            even if included; a module's path means all layers in it.
-        open_probability: P(z ≠ 0) to start from, or a mapping from globs of axis names to it:
-            the first glob that matches an axis counts, and 0.99 where none does.
-        jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
-            so that gates that start alike do not stay alike.
+        dynamic_shapes: sizes that programs and files leave free beside the batch, as torch.export
+            has them: ``{"input_ids": {1: "seq"}}``.
+        include: axes and branches to gate (those of ``survey``): names or globs.
+        exclude: those to leave whole, even if included.
+        keep: paths of layers, or globs, to leave whole on all sides, even if included.
+        open_probability: P(z ≠ 0) to start from, or by globs of axis names, the first that matches.
+        jitter: standard deviation of the noise on the initial log α (paper: 0.01).
         seed: of that noise; the global generators are left alone.
-        keep_class: True lets dims for which the model's code has one number keep equally many
-            slots, so that an export can be of its own class; False does not. ``"native"`` gates
-            only what also needs no layer that torch does not have: no LayerNorm or attention of
-            torch's is cut, no single inputs are picked.
-        branches: give whole branches a gate of their own, too, beside those of their slots: what
-            is added to a stream, or one part of concatenations, and can be left out
-            (``survey(model, args).branches``). True for all, or their names, or globs over them.
-        uniform: all layers keep one share of their width, and those of one size, as the blocks of a
-            stack, one width. Which share follows from the budget, which slots go from scores or
-            training. Of heads and what each has, groups and their channels the former are cut.
-        loadable_by: ``"transformers"`` gates only what a configuration of the model's class in
-            transformers can say, with one number for all layers: widths and heads alike over them,
-            and whole layers. ``save_pretrained`` then writes a folder that transformers loads by
-            itself. ``"vllm"`` is for models that compute what a Llama does: the MLP of each layer
-            has a width of its own, and each attention and MLP but the first may go;
-            ``Export.save_vllm`` writes that. A warning says what stays whole, and why.
-        gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
-            ``BinaryConcrete()``, or one of your own.
-        survey: what ``l0prune.survey`` returned for this model, to save doing it again.
+        keep_class: keep equally many slots where the model's code has one number, so that an export
+            can be of its own class. ``"native"``: and gate only what needs no layer of ours.
+        branches: give whole branches a gate of their own, too: what is added to a stream, or one
+            part of concatenations. True for all, or names, or globs over them.
+        uniform: keep one share of the width of all layers, which follows from the budget.
+        loadable_by: gate only what this program can load by itself, and warn of what stays whole:
+            ``"transformers"``, which has one number for all layers (``save_pretrained``); or of a
+            Llama ``"vllm"``, which has a width for each MLP (``Export.save_vllm``).
+        gate: the kind of gate, by default ``HardConcrete()``.
+        survey: of this model, to save doing it again.
 
     Returns:
         The same object.
@@ -152,44 +135,60 @@ def gate(
         AlreadyGated: the model carries gates.
         CaptureError: torch.export could not capture it.
         NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
-        UsageError: an argument makes no sense, such as a glob that matches no axis, or an input
-            cannot be copied.
+        UsageError: an argument makes no sense, such as a glob that matches no axis.
     """
-    given = model
+    given, model = model, _plain(model)
+    kind = _kind(gate)
+    found = offered(inferred(model, args, kwargs)) if survey is None else survey
+    free = free_sizes(model, found.example, dynamic_shapes)
+    if keep_class == "native":
+        branches = _native_branches(branches)
+    plan = _selected(for_class(found.plan, model, keep_class), include, exclude, keep, branches)
+    if loadable_by is not None:
+        plan = _loadable(plan, model, loadable_by, found.example, keep_class)
+    plan = uniform_widths(plan) if uniform else plan
+    for reason in fixed_sizes(model, found.example, free).values():
+        raise UsageError(reason)
+    log_alpha = _placed(_initial(plan, kind, open_probability, jitter, seed), model, plan)
+    attach(model, Gates(plan, kind, log_alpha, kept_example(found.example), free))
+    return given
+
+
+def _plain(model: Model) -> Model:
+    """Return the model inside of wrappers, which is not gated yet."""
     if isinstance(model, nn.Module):
         _check_not_distributed(model)
         model = inside(model)  # type: ignore[assignment]
     check_module(model)
     check_ungated(model)
-    kind = gate_of(defaults.KIND, {}) if gate is None else gate
+    return model
+
+
+def _loadable(
+    plan: Plan, model: nn.Module, program: str, example: Example, keep_class: KeepClass
+) -> Plan:
+    if keep_class is False:
+        raise UsageError("loadable_by needs a model of its own class: give no keep_class=False")
+    return loadable(plan, model, program, example, [*_not_native(plan, model)])
+
+
+def _kind(given: Gate | None) -> Gate:
+    kind = gate_of(defaults.KIND, {}) if given is None else given
     if isinstance(kind, type) or not isinstance(kind, Gate):
         raise UsageError(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
             "your own needs all that l0prune.Gate has"
         )
-    found = offered(inferred(model, args, kwargs)) if survey is None else survey
-    free = free_sizes(model, found.example, dynamic_shapes)
-    if keep_class == "native":
-        if branches:
-            raise UsageError(
-                "branches need keep_class=True or False: where one is gone, its modules become a "
-                "layer that torch does not have (SkippedModule)"
-            )
-        branches = False
-    plan = _selected(for_class(found.plan, model, keep_class), include, exclude, keep, branches)
-    if loadable_by is not None:
-        if keep_class is False:
-            raise UsageError("loadable_by needs a model of its own class: give no keep_class=False")
-        ours = [*_not_native(plan, model)]
-        plan = loadable(plan, model, loadable_by, found.example, ours)
-    if uniform:
-        plan = uniform_widths(plan)
-    for reason in fixed_sizes(model, found.example, free).values():
-        raise UsageError(reason)
-    log_alpha = _initial(plan, kind, open_probability, jitter, seed)
-    example = kept_example(found.example)
-    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), example, free))
-    return given
+    return kind
+
+
+def _native_branches(given: bool | Globs | None) -> bool:
+    if given:
+        raise UsageError(
+            "branches need keep_class=True or False: where one is gone, its modules become a "
+            "layer that torch does not have (SkippedModule)"
+        )
+    return False
 
 
 def _check_not_distributed(model: nn.Module) -> None:

@@ -38,6 +38,10 @@ from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
 
 _RATE = 1e-4  # of recovery: weights are near a good place, and the usual 1e-3 leaves it
+_UNDONE = (
+    "the training on the network's own answers ended farther from them on inputs that were held "
+    "out, so it was undone: give more inputs (samples), or fewer epochs"
+)
 _TRIED = 5  # sizes, for a tolerance
 _SMALLEST = 0.05  # share of the MACs, below which a tolerance does not go
 
@@ -58,40 +62,33 @@ def shrink(
 ) -> Export:
     """Return a smaller network that computes nearly what a network does, from some of its inputs.
 
-    No labels and no training: the budget is divided over the layers by what each is worth to the
-    outputs, slots are cut, and the weights that are left compensate for those that went. What is
-    returned is exported as ever, with the proof that it computes what the compensated gated network
-    does; ``fidelity`` says how near that is to the network itself.
+    The budget is divided over the layers by what each is worth to the outputs, slots are cut, and
+    the weights that are left compensate for those that went. The export is proven to compute what
+    the compensated network does; ``fidelity`` says how near that is to the network itself.
 
     Args:
         model: any network that ``gate`` takes. It stays as it is.
         inputs: a tensor or a mapping of examples, or what ``finetune`` takes.
         budget: what may be left, as for ``fit``: ``"macs=0.5"``, ``"latency=0.5"``.
-        tolerance: in place of a budget: the smallest network whose outputs stay that near on inputs
-            that were held out: ``"1%"`` or 0.01 of the examples may get another class, or of the
-            outputs' variance be error where there are no classes.
-        recover: epochs of training afterwards, in which the smaller network learns the answers of
-            the original one, to all inputs but those that ``fidelity`` is measured on; undone where
-            it ends farther away on these.
+        tolerance: in place of a budget: the smallest network of which ``"1%"`` or 0.01 of held-out
+            examples get another class, or of the outputs' variance is error without classes.
+        recover: epochs in which the smaller network then learns the answers of the original one;
+            undone where it ends farther away on held-out inputs.
         latency: a table of times for a budget in latency; one is measured where none is given.
-        samples: how many inputs are used, at most.
+        samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
         seed: of the choice of inputs.
-        **gating: as for ``gate``: ``include``, ``exclude``, ``keep``, ``uniform``,
-            ``dynamic_shapes``. Without ``branches`` whole layers stay.
+        **gating: as for ``gate``. Without ``branches`` whole layers stay.
 
     Raises:
-        UsageError: neither a budget nor a tolerance is given, or both; or none can be met.
+        UsageError: neither budget nor tolerance is given, or both; or it cannot be met.
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
     check_whole("recover", recover, 0)
     if (budget is None) == (tolerance is None):
-        raise UsageError(
-            "give either a budget, such as budget='macs=0.5', or a tolerance, such as "
-            "tolerance='1%'"
-        )
+        raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work = copied(model)
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
@@ -112,17 +109,12 @@ def shrink(
     if recover:
         task = with_pseudo_labels(inputs, model, device=device, held_out=judged)
         compensated = snapshot(work)
-        settings: Any = {"epochs": recover, "lr": _RATE, "device": device, "seed": seed}
-        run.finetune(work, task, learn=False, **settings)
+        run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
         if _nearness(model, work, judged, place).error > before.error:
             put_back(work, compensated)
-            warn(
-                "the training on the network's own answers ended farther from them on inputs that "
-                "were held out, so it was undone: give more inputs (samples), or fewer epochs"
-            )
+            warn(_UNDONE)
     result = export(work)
-    result.fidelity = _nearness(model, result.module, judged, place)
-    result.curve = tuple(curve)
+    result.fidelity, result.curve = _nearness(model, result.module, judged, place), tuple(curve)
     return result
 
 

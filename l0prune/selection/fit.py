@@ -34,6 +34,15 @@ from l0prune.selection.oneshot import OneShot
 from l0prune.selection.score_input import ScoreInput
 from l0prune.selection.scores import score
 
+_UNLEARNED = (
+    "the gates that this budget moves have not learned, so slots are ranked by the score "
+    "'magnitude'. Give scores, such as l0prune.score(model, 'auto', data), or train the "
+    "gates with l0prune.finetune first"
+)
+_DATA_ALONE = (
+    "data tells how many branches go when scores and a budget say what goes: give both "
+    "and no kinds, or no data"
+)
 LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
 
 
@@ -53,84 +62,69 @@ def fit(
     """Open and close gates, in place, so that an export just meets a budget.
 
     Gates of lowest score close first; where there is room, those of highest score open again. At
-    least one slot of an axis stays. Weights are not touched: the network computes something else,
-    and wants training. Where the real amount can be observed (a time, by running the export), it
-    is, and the choice is corrected until that meets the budget.
+    least one slot of an axis stays. What can be observed (a time) corrects the choice.
 
     Args:
         model: a gated model.
         budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several; None to round widths only.
         scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
-            gates' own log α; of gates that have not learned yet, the score ``"magnitude"``, which
-            a warning says.
-        round_to: open slots of an axis come in multiples of this, or all of them. Heads and
-            groups, and single inputs of a layer that are cut beside whole maps, are not rounded.
-            ``"auto"`` takes for each axis what the runtime of ``latency`` likes, or what another
-            measure does that the budget is about; params and MACs like all widths.
+            gates' own log α; of gates that have not learned yet, the score ``"magnitude"``.
+        round_to: open slots of an axis (but heads, groups, single inputs) come in multiples of
+            this, or all of them. ``"auto"`` takes what the measures of the budget like.
         fill: open more where the budget leaves room.
         latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
-        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone). By
-            default all; with scores, also those taken by default, all but branches, if there are
-            others: the score of a whole branch does not compare with that of a slot.
-        data: as for ``finetune``. Then branches go, too, those of lowest score first: so many that
-            the loss is least when half of the way is cut, beside the widths that go with them.
-            Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
+        kinds: of the axes whose gates move; by default all, with scores all but branches.
+        data: as for ``finetune``: branches go, too, so many that the loss is least half way.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
-        compensate: the weights that are left become those that give back best what the network
-            computed, by the inputs in ``data``, labels or not; see ``l0prune.compensate``. Branches
-            stay. Without scores the slots go that then leave the least error, and of those layers
-            where it matters least.
+        compensate: let the weights that are left make up for those that go, by ``data``; without
+            scores the slots go that then leave the least error.
 
     Returns:
         The export's amounts by the text of each limit, in its unit; as observed, where they are.
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: the budget makes no sense, or cannot be met (with what stands in the way), or no
-            axis is of these kinds; or there is data without scores, or with kinds.
+        UsageError: the budget cannot be met, or the arguments do not go together.
         DataError: the data is empty or does not fit the model.
     """
     gates = gates_of(model)
     gates.make_whole()
     wanted = _wanted(gates.plan, budget, latency)
     if compensate:
+        options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
         blocks_for(gates.plan, wanted, round_to, latency)
-        with calibration(model, _needed(data)) as found:
-            options: Any = {"round_to": round_to, "fill": fill, "latency": latency, "kinds": kinds}
-            division = found.division() if scores is None and wanted else None
-            return fit_and_compensate(found, budget, division, scores=scores, **options)[0]
+        return _compensated(model, data, budget, round_to=round_to, **options)
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
-    if by_magnitude:
-        scores = score(model, "magnitude")
+    if data is not None and (scores is None or kinds or not wanted):
+        raise UsageError(_DATA_ALONE)
+    scores = score(model, "magnitude") if by_magnitude else scores
     worth = gates.log_alpha.detach() if scores is None else scores
     _check_scores(worth, gates.plan.size)
-    if scores is not None:
-        asked = asked or _scored(gates.plan)
+    asked = asked or (() if scores is None else _scored(gates.plan))
     blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
     if data is not None:
-        if scores is None or by_magnitude or kinds or not wanted:
-            raise UsageError(
-                "data tells how many branches go when scores and a budget say what goes: give both "
-                "and no kinds, or no data"
-            )
         oneshot = OneShot(wanted, blocks(), worth)
-        with stage("choosing how many branches go"):
-            open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
+        open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
     in_blocks = blocks(movable)
     warn_of_little(gates.plan, wanted)
     if by_magnitude:
-        warn(
-            "the gates that this budget moves have not learned, so slots are ranked by the score "
-            "'magnitude'. Give scores, such as l0prune.score(model, 'auto', data), or train the "
-            "gates with l0prune.finetune first"
-        )
+        warn(_UNLEARNED)
     with stage("fitting to the budget"):
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+
+
+def _compensated(
+    model: nn.Module, data: Any, budget: LimitsLike | None, **options: Any
+) -> dict[str, float]:
+    """Return what ``fit`` does where weights that are left compensate for those that went."""
+    with calibration(model, _needed(data)) as found:
+        division = found.division() if options["scores"] is None and budget is not None else None
+        return fit_and_compensate(found, budget, division, **options)[0]
 
 
 def fit_and_compensate(
@@ -348,6 +342,7 @@ def meet(
     return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
 
 
+@stage("choosing how many branches go")
 def _without_branches(
     model: nn.Module,
     oneshot: OneShot,

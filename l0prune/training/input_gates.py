@@ -58,13 +58,9 @@ def add_input_gates(
     """Give blocks of a network gates that follow its input: for each input other channels count.
 
     Before each block a small network looks at the block's input and opens or closes the channels
-    of its inner axes, those that nothing outside of the block knows: between the convolutions of a
-    residual block, between the Linears of a transformer's MLP. They are found on the plan. In
-    training mode the gates are sampled, in eval mode they are what the kind of gate says, and the
-    network computes the same as before until they have learned.
-
-    Train it, gate it, export it like any other network: ``l0prune.gate`` cuts for good what no
-    input needs, the rest is multiplied.
+    of its inner axes, those that nothing outside of the block knows, such as between the Linears of
+    an MLP. In eval mode the network computes the same as before until they have learned. Train it,
+    gate it and export it like any other: ``l0prune.gate`` cuts for good what no input needs.
 
     Args:
         model: not gated yet.
@@ -76,12 +72,11 @@ def add_input_gates(
         price: in place of a target, what the loss pays for all of these MACs; a part in proportion.
         shape: weight of batch-shaping, which makes each gate open for some inputs and closed for
             others; 0 for none.
-        skip: blocks that are added to a stream get one gate more, which closes all of their
-            channels: ``save_skipping`` writes a file that then leaves the block out.
+        skip: give blocks that are added to a stream one gate more, for all of their channels, by
+            which a file of ``save_skipping`` leaves them out.
         per: ``"example"``, or ``"position"``: each token has its own gates; only where a block and
             the Linears in it take values of shape (examples, …, channels).
-        hidden: width of the gating modules; a sixteenth of the block's channels, at least 8, where
-            None.
+        hidden: width of the gating modules, by default a sixteenth of the block's channels or 8.
         gate: the kind of gate: ``HardConcrete()``, or ``BinaryConcrete()`` for 0 or 1 in eval mode.
         open_probability: of all gates in the beginning.
         seed: of the gating modules' first weights; the global generators are left alone.
@@ -89,8 +84,7 @@ def add_input_gates(
     Raises:
         AlreadyGated: the model carries gates.
         CaptureError: torch.export cannot follow it.
-        UsageError: no block has an inner axis of its own, a glob matches none, a target is below
-            what the gates can reach, or a setting makes no sense.
+        UsageError: no block has an inner axis, a target cannot be reached, or a setting is wrong.
     """
     check_module(model)
     check_ungated(model)

@@ -165,7 +165,6 @@ def write_int8(
     target: Path,
     given: Any,
     ranges: Ranges | None = None,
-    *,
     compensates: bool = True,
 ) -> Int8:
     """Write the int8 file of a file in float32, and compare the two.
