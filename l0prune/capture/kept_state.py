@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
+from l0prune.capture.masked_writes import fill_by_mask
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic_patches import SymbolicPatches, restore_recurrent_calls
 from l0prune.capture.threads import one_at_a_time
@@ -104,6 +105,7 @@ def exported(
             program = torch.export.export(module, args, kwargs, **options)
         _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)
+        fill_by_mask(program)
         inline_transforms(program)
     return program
 

@@ -186,3 +186,18 @@ def test_parts_of_one_dtype_within_a_model_of_two():
     assert len(dense.pieces) == 2
     assert dense.module.loss.weight.dtype == torch.float64
     torch.testing.assert_close(dense.module(x), model(x))
+
+
+def plain(m, x):
+    return m.out(torch.relu(m.a(x)))
+
+
+def test_a_double_that_only_the_loss_uses_stays_as_it_is():
+    layers = {"a": nn.Linear(4, 8), "out": nn.Linear(8, 2), "loss": nn.Linear(1, 1).double()}
+    model, x = Fn(plain, **layers).eval(), torch.randn(2, 4)
+    l0prune.gate(model, x)
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    module = l0prune.export(model).module
+    assert torch.equal(module.loss.weight, model.loss.weight)
+    assert module.loss.weight.dtype == torch.float64

@@ -162,12 +162,16 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
         if _OWN in getattr(part, "meta", ()):
             own = part.meta[_OWN].others  # type: ignore[index, union-attr]
             others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
-    exact = {name: tensor.detach() for name, tensor in _floats(module) if name in others}
+    exact = {
+        name: tensor.detach().to(others[name], copy=True)  # a loan would have no memory of its own
+        for name, tensor in _floats(module)
+        if name in others
+    }
     settle(module, dtypes.main)
     _moved(module, dtypes.main)
     for name, tensor in exact.items():
         path, _, leaf = name.rpartition(".")
-        getattr(module.get_submodule(path), leaf).data = tensor.to(others[name])
+        getattr(module.get_submodule(path), leaf).data = tensor
     return module
 
 

@@ -30,6 +30,7 @@ from l0prune.exporting.onnx.operators import (
     around_its_tensors,
     arrange_weights,
     in_plain_terms,
+    without_checks,
     written_as_products,
     written_out,
 )
@@ -228,7 +229,7 @@ def to_onnx(
     """
     import onnx_ir
 
-    program = _with_tensors_only(program)
+    program = without_checks(_with_tensors_only(program))
     is_older = opset is not None and opset < FIRST_OF_PRESENT
     export = partial(_exported, opset=opset, sizes=sizes, optimize=optimize)
     try:

@@ -25,8 +25,10 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
+from l0prune.capture.assertions import erase_if_asserted
 from l0prune.capture.compat import quiet_copies
 from l0prune.capture.symbolic_patches import GATES, KIND_OF, RECURRENT, Settings
+from l0prune.exporting.onnx.truth_values import CHOICES, chooses
 from l0prune.infer.nodes import argument, operator_name
 
 if TYPE_CHECKING:
@@ -48,6 +50,21 @@ def written_as_products(program: ExportedProgram) -> ExportedProgram:
         if _can_be_written(node):
             _write(copied.graph, node)
     views_that_may_copy(copied)  # products lie otherwise in memory than what attention returns
+    copied.graph_module.recompile()
+    return copied
+
+
+def without_checks(program: ExportedProgram) -> ExportedProgram:
+    """Return the program, or a copy that asserts nothing about values, which ONNX cannot do.
+
+    The exporter drops the assertions themselves, and fails at what they were about.
+    """
+    if not program.graph.find_nodes(op="call_function", target=_ATEN.item.default):
+        return program
+    copied = around_its_tensors(program)
+    for node in copied.graph.find_nodes(op="call_function", target=_ATEN.item.default):
+        erase_if_asserted(node)
+    copied.graph.eliminate_dead_code()
     copied.graph_module.recompile()
     return copied
 
@@ -282,9 +299,11 @@ def written_out(program: ExportedProgram, *, recurrent: bool = True) -> Exported
     """
     program = with_one_operator(program) if recurrent else program
     targets = {node.target for node in program.graph.nodes if _has_to_be(node)}
-    if not targets:
-        return program
     table: dict[Any, Any] = {target: _INSTEAD[target] for target in targets}
+    if any(map(chooses, program.graph.nodes)):
+        table |= CHOICES
+    if not table:
+        return program
     with quiet_copies():
         changed: ExportedProgram = program.run_decompositions(table)
     return changed

@@ -1,0 +1,32 @@
+"""What a captured graph asserts of its values: nodes that nothing else reads."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import Tensor
+from torch.fx import Node
+
+
+def erase_if_asserted(node: Node) -> bool:
+    """Erase a node with the numbers that come of it, if nothing but assertions reads those.
+
+    Returns:
+        Whether it was.
+    """
+    made = dict.fromkeys([node])
+    for each in node.graph.nodes:
+        if any(operand in made for operand in each.all_input_nodes):
+            made[each] = None
+    if not all(each is node or _is_number(each) for each in made):
+        return False
+    for each in reversed(made):
+        node.graph.erase_node(each)
+    return True
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether a node is a part of a list of tensors, a number of one or an assertion."""
+    if node.target is operator.getitem:
+        return True
+    return node.op == "call_function" and not isinstance(node.meta.get("val"), Tensor)
