@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, proxy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
@@ -162,6 +163,36 @@ SIZE_ASKED = (ShapeEnv, "_log_guard")
 
 EXPORTER_LOG = (torch._C, "_jit_onnx_log")
 """Function that prints a whole graph to the process's stdout where the former exporter fails."""
+
+
+TRACE_LOG = "torch.__trace"
+"""Logger of torch's trace files: at its first record, if none was asked for, it stops to gather."""
+
+
+class CallStack:
+    """The frames of the caller, as ``CapturedTraceback`` has them; their text is read if wanted.
+
+    For each node of a graph torch.export reads the lines of all frames of the stack, and then keeps
+    those of forwards: an eighth of the time of a capture.
+    """
+
+    @classmethod
+    def extract(cls) -> CallStack:
+        """Return an object with the stack of the caller."""
+        return cls()
+
+    def summary(self) -> traceback.StackSummary:
+        """Return the frames, the outermost first."""
+        frames = traceback.StackSummary()
+        for frame, line in traceback.walk_stack(sys._getframe(1)):
+            place = frame.f_code.co_filename, line, frame.f_code.co_name
+            frames.append(traceback.FrameSummary(*place, lookup_line=False))
+        frames.reverse()
+        return frames
+
+
+STACK_OF_A_NODE = (proxy, "CapturedTraceback")
+"""Class that gives a new node of a graph its stack trace."""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from l0prune.capture.compat import pytree
+from l0prune.capture.compat import STACK_OF_A_NODE, CallStack, pytree, replaced
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
 from l0prune.capture.masked_writes import fill_by_mask
@@ -101,7 +101,8 @@ def exported(
         CaptureError: the program would not compute what the module does.
     """
     with one_at_a_time():
-        with restore_attributes(module), SymbolicPatches():
+        stacks = replaced(*STACK_OF_A_NODE, CallStack)
+        with restore_attributes(module), stacks, SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
         _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)

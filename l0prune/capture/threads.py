@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from l0prune.capture.compat import TRACE_LOG
+
 _ALONE, _CHANGING = threading.RLock(), threading.RLock()
 _here = threading.local()  # of each thread: the stream that it prints to, and how often it is muted
 _users = 0  # contexts in all threads for which the streams of the process are exchanged
@@ -115,8 +117,9 @@ def _mute() -> None:
             with suppress(ValueError):
                 warnings.filters.remove(_IGNORED)  # type: ignore[attr-defined]
             warnings.filters.insert(0, _IGNORED)  # type: ignore[attr-defined]
-        known = [logging.root, *logging.root.manager.loggerDict.values()]
-        for logger in known:
+        known = {"": logging.root, **logging.root.manager.loggerDict}
+        known.pop(TRACE_LOG, None)
+        for logger in known.values():
             for handler in getattr(logger, "handlers", ()):
                 handler.addFilter(_MUTED)
         if logging.lastResort is not None:

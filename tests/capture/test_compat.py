@@ -1,6 +1,7 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
 import copy
+import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -145,8 +146,12 @@ def test_only_classes_that_compute_as_torch_are_standard_convolutions():
 
 
 @pytest.mark.parametrize(
-    "place", [compat.CAUSAL_MASK, compat.EXPORTER_LOG, compat.SIZE_ASKED, compat.SIZE_FIXED]
-)
+    "place",
+    [
+        compat.CAUSAL_MASK, compat.EXPORTER_LOG, compat.SIZE_ASKED, compat.SIZE_FIXED,
+        compat.STACK_OF_A_NODE,
+    ],
+)  # fmt: skip
 def test_functions_that_are_replaced_are_there(place):
     owner, name = place
     before = getattr(owner, name)
@@ -175,6 +180,26 @@ def test_torch_says_where_it_asks_about_a_size_and_where_it_fixes_one():
         export(Fixing(), (torch.randn(3, 4),), dynamic_shapes=({0: Dim.AUTO},))
     assert said[compat.SIZE_ASKED][1].free_symbols
     assert said[compat.SIZE_FIXED][1] == 3
+
+
+def test_nodes_get_the_stack_that_torch_gives_them(program):
+    (expected,) = [
+        node.stack_trace
+        for node in program.graph.find_nodes(op="call_function", target=ATEN.relu.default)
+    ]
+    with compat.replaced(*compat.STACK_OF_A_NODE, compat.CallStack):
+        other = export(Relu(), (torch.randn(3, 4),)).graph
+    (found,) = other.find_nodes(op="call_function", target=ATEN.relu.default)
+    assert found.stack_trace == expected
+    assert "return x.relu()" in expected
+
+
+def test_torch_gathers_records_of_a_capture_as_long_as_its_trace_log_has_a_handler(monkeypatch):
+    handler, found = logging.Handler(), []
+    monkeypatch.setattr(handler, "emit", found.append)
+    monkeypatch.setattr(logging.getLogger(compat.TRACE_LOG), "handlers", [handler])
+    export(Relu(), (torch.randn(3, 4),))
+    assert found
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.capture.compat import TRACE_LOG
 from l0prune.capture.threads import muted, one_at_a_time, printing_to
 from l0prune.errors import CaptureError
 
@@ -72,6 +73,15 @@ def test_a_thread_is_muted_alone(capfd, caplog):
     assert capfd.readouterr().out == "printed by another\n"
     assert [record.getMessage() for record in caplog.records] == ["logged by another"]
     assert [str(each.message) for each in seen] == ["warned by another"]
+
+
+def test_torch_finds_out_that_nobody_asked_for_its_trace_files(monkeypatch):
+    """Its handler says so at the first record; before that, records are gathered for it."""
+    handler, found = logging.Handler(), []
+    monkeypatch.setattr(handler, "emit", found.append)
+    monkeypatch.setattr(logging.getLogger(TRACE_LOG), "handlers", [handler])
+    l0prune.survey(network(0), torch.randn(3, 4))
+    assert found
 
 
 def test_in_whatever_order_threads_are_done_the_streams_are_the_programs_own():
