@@ -24,6 +24,7 @@ import gc
 import importlib
 import itertools
 import json
+import logging
 import math
 import os
 import sys
@@ -37,8 +38,15 @@ os.environ["L0PRUNE_STRICT"] = "1"
 if not os.path.exists("/dev/nvidia0"):
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Else pytest rewrites the assertions of each file anew, in each worker, and what tests start
+# compiles all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+sys.dont_write_bytecode = False
+gc.disable()  # until all is imported, of which nothing goes
 
 # ONNX files are tried in OpenVINO where that is installed: not those of tests, but for the fixture.
 sys.modules.setdefault("openvino", None)
@@ -105,6 +113,7 @@ def pytest_xdist_auto_num_workers(config):
 
 def pytest_collection_finish():
     """Captures leave many small objects; what was imported need not be looked through each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -120,9 +129,13 @@ def pytest_runtest_setup():
 
     For every ONNX file onnxscript reads the source of its whole library and torch the signatures of
     it: half of the one or two seconds that a small file takes. torch.export looks for new operators
-    that compilers of C++ might have brought, four times a capture. Files are timed for a second
-    each, and no test looks at times.
+    that compilers of C++ might have brought, four times a capture, and gathers a record of each
+    tensor for its trace log while anybody listens, as pytest does to logs that tell nobody else.
+    Files are timed for a second each, and no test looks at times.
     """
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
     if "l0prune.exporting.onnx.times" in sys.modules:
         sys.modules["l0prune.exporting.onnx.times"]._SECONDS = 0.01
     if "onnxscript" in sys.modules:
