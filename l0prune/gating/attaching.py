@@ -41,7 +41,7 @@ def attach(model: nn.Module, gates: Gates) -> None:
         model.add_module(CHILD, gates.train(model.training))
         # Under a key of their own: a file keeps the numbers that torch gives to hooks, and in the
         # process that loads it the user's first hooks would get the same numbers.
-        for name, hook in zip(HOOKS, (gates.begin_forward, gates.end_forward, True), strict=True):
+        for name, hook in zip(HOOKS, (gates.before_forward, gates.end_forward, True), strict=True):
             getattr(model, name)[CHILD] = hook
     except BaseException:
         _undo(model)

@@ -18,6 +18,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -155,12 +156,11 @@ def gated_class(
     """The subclass of ``original`` in which the tensors called ``names`` read as gated.
 
     They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a
+    traced forward makes all multipliers and products first, in the graph that reads them, a
     container leaves the bank out of what it contains, and what copies itself in a way of its own
     (an FX graph) keeps its hooks. Where nothing has to change it is ``original`` itself, and
     modules alike get the same class.
     """
-    copies_itself = original.__reduce__ is not object.__reduce__
-    holds_bank &= copies_itself or any(hasattr(original, n) for n in ("__len__", "__deepcopy__"))
     if not names and not holds_bank:
         return original
     key = (original, names, lists, holds_bank)
@@ -176,6 +176,8 @@ def _make_class(
     members |= {name: _gated_list(name) for name in lists}
     if "weight" in names and (forward := forward_of(original)) is not None:
         members |= {"forward": forward, "_l0prune_casts": True}  # to what autocast wants
+    if holds_bank:
+        members["forward"] = _traced_whole(members.get("forward", original.forward))
     if holds_bank and hasattr(original, "__len__"):
         members |= _container_methods(original, gated_class(original, names, lists, False))
     if hasattr(original, "__deepcopy__"):
@@ -194,6 +196,27 @@ def _make_class(
     metaclass: Any = type(original)
     result: type[nn.Module] = metaclass(original.__name__, (original,), members)
     return result
+
+
+def _traced_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that does under a compiler what the hooks of a model do without one.
+
+    ``torch.compile(model)`` calls hooks outside of the graph that it makes of a forward. Products
+    of weights that come from there are views of one tensor, and each gives autograd a gradient of
+    that whole tensor.
+    """
+
+    @wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() or CHILD not in self._modules:
+            return forward(self, *args, **kwargs)
+        gates: Any = self._modules[CHILD]
+        gates.begin_forward(self)
+        result = forward(self, *args, **kwargs)
+        gates.end_forward()
+        return result
+
+    return run
 
 
 def _register_parameter(module: nn.Module, name: str, param: Any) -> None:

@@ -176,8 +176,13 @@ class MultiplyingGates(nn.Module):
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
         return x
 
-    def begin_forward(self, model: nn.Module | None = None, *_: Any) -> None:
-        """Forward pre-hook of the model: from here on, new multipliers."""
+    def before_forward(self, model: nn.Module, *_: Any) -> None:
+        """Forward pre-hook of the model: its forward begins, which does so itself when traced."""
+        if not torch.compiler.is_compiling():
+            self.begin_forward(model)
+
+    def begin_forward(self, model: nn.Module | None = None) -> None:
+        """From here on, new multipliers."""
         if not self.bypassed:
             self._now.noise = None
             if not self._now.stands(self.log_alpha, self._mode):

@@ -17,7 +17,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
 from l0prune.running.batches import Feed, usual_batch_size
-from l0prune.running.device import choose_device, on_device, train_mode
+from l0prune.running.device import choose_device, device_of, on_device, train_mode
 from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.processes import World, process_group
 from l0prune.running.sources import has_targets, with_pseudo_labels
@@ -82,7 +82,7 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
 def _train_in(
     world: World, model: nn.Module, task: Task, settings: Settings, gates: Gates | None
 ) -> History:
-    device = choose_device(settings.device, model, world)
+    device, home = choose_device(settings.device, model, world), device_of(model)
     part = (world.rank, world.size)
     feed = Feed(task, settings.batch_size, settings.seed, settings.augment, part)
     if gates is None:
@@ -121,8 +121,8 @@ def _train_in(
                 check_first_test(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
             fingerprint = _fingerprint(settings, feed, world, kind)
-            if pruner is not None and (begun.said or trained is not model):
-                pruner = GateRun(trained, *known)
+            if pruner is not None and (begun.said or trained is not model or device != home):
+                pruner = GateRun(trained, *known)  # whose tensors are where the model is now
             if pruner is not None and begun.decided and settings.branch_freeze_fraction is None:
                 pruner.freeze_branches()
             loop = Loop(

@@ -115,6 +115,24 @@ def test_a_weight_that_several_read_and_one_in_float32_stay(tmp_path):
     assert compensated(quantizer.model, made, feeds) == made
 
 
+def test_one_step_for_all_may_be_a_vector_of_one(files):
+    single, plain, _, feeds = files
+    changed = onnx.ModelProto()
+    changed.CopyFrom(plain)
+    (node,) = (n for n in changed.graph.node if n.output[0] == layer_input(plain, "head", 2))
+    (step,) = (t for t in changed.graph.initializer if t.name == node.input[1])
+    value = numpy_helper.to_array(step).reshape(-1)[:1]
+    step.CopyFrom(numpy_helper.from_array(value, step.name))
+    (zero,) = (t for t in changed.graph.initializer if t.name == node.input[2])
+    zero.CopyFrom(numpy_helper.from_array(np.zeros(1, np.int32), zero.name))
+    del node.attribute[:]
+    assert compensated(single, changed, feeds) != changed
+
+
+def layer_input(model, name, number):
+    return next(node.input[number] for node in model.graph.node if node.name == name)
+
+
 def test_of_very_wide_layers_the_bias_alone_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(compensation, "_MOST", 5)
     weight = numbers(2, 6)

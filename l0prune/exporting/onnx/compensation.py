@@ -285,7 +285,7 @@ class _Tensors:
             return tensor, np.ones(())
         steps = numpy_helper.to_array(self._tensors[maker.input[1]])
         along = [1] * len(tensor.dims)
-        if steps.ndim:
+        if steps.size > 1:  # one step for all may be a scalar, or a vector of one
             axis = next((a.i for a in maker.attribute if a.name == "axis"), 1)
             along[axis] = -1
         return tensor, np.broadcast_to(steps.reshape(along), tuple(tensor.dims))
