@@ -16,16 +16,19 @@ from l0prune.exporting.slicing.tensors import Place
 from l0prune.training.compaction import Compaction
 
 EXACT = 1e-10
+# Before a norm a bias has a gradient of zero, computed as some 1e-16. A step of Adam has the slope
+# lr / eps there: with torch's eps, 1e5.
+SMOOTH = {"lr": 1e-3, "eps": 1e-4}
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-3),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, weight_decay=1e-2),
     "nesterov": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, nesterov=True),
     "adam": lambda ps: torch.optim.Adam(ps, lr=1e-3, amsgrad=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
-    "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
-    "fused adam": lambda ps: torch.optim.Adam(ps, lr=1e-3, fused=True, amsgrad=True),
+    "fused": lambda ps: torch.optim.AdamW(ps, **SMOOTH, fused=True),
+    "fused adam": lambda ps: torch.optim.Adam(ps, **SMOOTH, fused=True, amsgrad=True),
     "fused sgd": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, fused=True),
-    "foreach": lambda ps: torch.optim.Adam(ps, lr=1e-3, foreach=True),
+    "foreach": lambda ps: torch.optim.Adam(ps, **SMOOTH, foreach=True),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
     "radam": lambda ps: torch.optim.RAdam(ps, lr=1e-3),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9, centered=True),
@@ -34,6 +37,7 @@ OPTIMIZERS = {
     "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-3),
     "asgd": lambda ps: torch.optim.ASGD(ps, lr=1e-3),
 }
+RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -102,9 +106,11 @@ def differences(small: Compaction, model: nn.Module, twin: nn.Module) -> dict[st
 def laid_out(
     parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, memory: torch.memory_format
 ) -> None:
-    """Each parameter lies as in a module moved there, and what belongs to it as it does."""
+    """Each parameter lies as torch moves those of its rank there, and what belongs to it, too."""
     for parameter in parameters:
-        plain = nn.ParameterList([torch.empty(parameter.shape)]).to(memory_format=memory)[0]
+        plain = torch.empty(parameter.shape)
+        if parameter.dim() == RANKS.get(memory):
+            plain = plain.to(memory_format=memory)
         assert parameter.stride() == plain.stride()
         of = [v for v in optimizer.state[parameter].values() if v.shape == parameter.shape]
         if parameter.grad is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from deadness import randomise
+from dynamic_layers import Dynamic
 from torch import Tensor, nn
 
 Choose = Callable[[int], int]  # a number below the one given
@@ -305,6 +306,14 @@ class Author:
             return values[number] * squeezed.sigmoid()[:, :, None, None]
 
         self.step(f"squeeze-excite of {number}", run, *layers)
+
+    def add_dynamic(self) -> None:
+        """A convolution whose kernels are mixed by the input."""
+        number = self.pick(rank=4)
+        inputs, outputs = self.values[number].shape[1], self.width()
+        of = 2 + self.choose(3), bool(self.choose(2)), bool(self.choose(2))
+        way = ("product", "einsum", "loop")[self.choose(3)]
+        self.apply(number, Dynamic(inputs, outputs, *of, way))
 
     def add_last(self) -> None:
         """Channels last, a Linear over them, and back."""

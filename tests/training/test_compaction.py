@@ -30,6 +30,7 @@ from cut_networks import (
     without,
 )
 from deadness import randomise
+from dynamic_layers import Dynamic
 from example_counts import costliest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -44,6 +45,7 @@ from l0prune.gating.gated_class import CHILD
 from l0prune.training import compaction
 from l0prune.training.averages import Average
 from l0prune.training.compaction import Compaction
+from l0prune.training.wrappers import channels_last
 
 
 @pytest.fixture
@@ -60,9 +62,7 @@ KINDS = "momentum", "fused", "fused adam", "fused sgd", "foreach"
 def test_random_networks_learn_the_same_cut_and_masked(seed, length, memory, kind):
     network, x = written(random.Random(seed).randrange, length)
     assume(trains(network, x))
-    network, x = network.to(memory_format=memory), x.to(memory_format=memory)
-    with suppress(NothingToPrune):
-        compare(gated(network, (x,), branches=True), x, OPTIMIZERS[kind], memory)
+    learns_the_same(network, x, memory, kind)
 
 
 @pytest.mark.slow
@@ -71,12 +71,17 @@ def test_two_thousand_random_networks(part):
     cut = 0
     for seed in range(100 * part, 100 * part + 100):
         network, x = written(random.Random(seed).randrange, 1 + seed % 12)
-        with suppress(NothingToPrune):
-            if trains(network, x):
-                memory, kind = MEMORY[seed % 2], OPTIMIZERS[KINDS[seed % 5]]
-                network, x = network.to(memory_format=memory), x.to(memory_format=memory)
-                cut += not compare(gated(network, (x,), branches=True), x, kind, memory)
+        if trains(network, x):
+            cut += learns_the_same(network, x, MEMORY[seed % 2], KINDS[seed % 5])
     assert cut > 30
+
+
+def learns_the_same(network: nn.Module, x: Tensor, memory: torch.memory_format, kind: str) -> bool:
+    """Compare what is learned; whether something was cut."""
+    with suppress(NothingToPrune), channels_last(network, memory == torch.channels_last):
+        x = x.to(memory_format=memory)
+        return not compare(gated(network, (x,), branches=True), x, OPTIMIZERS[kind], memory)
+    return False
 
 
 def trains(network: nn.Module, x: Tensor) -> bool:
@@ -87,6 +92,29 @@ def trains(network: nn.Module, x: Tensor) -> bool:
         return False
     network.zero_grad()
     return True
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("way", ["product", "einsum", "loop"])
+@pytest.mark.one_in(6)
+def test_closed_kernels_are_cut(way, memory):
+    mixed = Dynamic(6, 5, 4, False, True, way)
+    layers = nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), mixed, nn.BatchNorm2d(5), nn.Sigmoid()
+    torch.manual_seed(0)
+    network = randomise(nn.Sequential(*layers, nn.Flatten(), nn.Linear(80, 3)).double())
+    kernels = set()
+    network.register_forward_pre_hook(lambda *_: kernels.add(len(mixed.weight)))
+    assert learns_the_same(network, IMAGES, memory, "foreach")
+    assert kernels == {4, 3}
+
+
+def test_a_bias_whose_gradient_is_rounding_learns_the_same():
+    layers = nn.Conv2d(2, 6, 3), nn.Sigmoid(), nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5), nn.Flatten()
+    torch.manual_seed(0)
+    network = randomise(nn.Sequential(*layers, nn.Linear(20, 3)).double())
+    with torch.no_grad():
+        network[-1].weight.mul_(10)  # and the rounding by about 100
+    assert learns_the_same(network, IMAGES, MEMORY[0], "foreach")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
