@@ -13,6 +13,7 @@ from l0prune.capture.threads import muted
 from l0prune.errors import DataError, FileError, first_line
 from l0prune.files.artifact import load
 from l0prune.files.model_sources import load_model
+from l0prune.files.onnx_session import session_of
 from l0prune.files.pickles import check_exists
 from l0prune.files.smaller_model import is_smaller_model
 from l0prune.files.tensor_file import is_tensor_file, read_texts
@@ -68,14 +69,8 @@ class OnnxFile(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        import onnxruntime  # here, since only who runs a file need wait for it to load
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
         try:
-            self._session = onnxruntime.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = session_of(str(path))
             self.facts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         except Exception as error:  # of many classes of its own
             raise FileError(f"ONNX Runtime cannot open {path}: {first_line(error)}") from error

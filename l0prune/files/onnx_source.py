@@ -22,6 +22,7 @@ from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.files.onnx_conversion import Graph, constant, network_of
 from l0prune.files.onnx_network import OnnxNetwork, Origin, identifier
+from l0prune.files.onnx_session import session_of
 
 if TYPE_CHECKING:
     import onnx
@@ -301,13 +302,8 @@ def _free(given: Sequence[Given]) -> dict[str, dict[int, str]]:
 
 def _session(path: str) -> Any:
     """The file in ONNX Runtime, which computes it as it stands."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return session_of(path, optimizes=False, log=4)
     except Exception as error:
         raise FileError(
             f"{path} is no valid ONNX file, as ONNX Runtime says: {first_line(error)}"

@@ -151,11 +151,7 @@ class Zeros:
             return tried(node, numbers) if numbers else None
         if not all(map(isfinite, numbers.values())):
             return nan
-        is_zero = zero_at(self.infer, node, states)
-        if is_zero:
-            return 0.0 if is_zero is True else nan
-        viewed = _viewed(node)
-        return None if viewed is None else numbers.get(viewed)
+        return _number_after(self.infer, node, numbers, states)
 
     def _state(self, operand: Node, dims: tuple[int, ...] | None) -> bool | None:
         """Zero along these dims? None without any, False where it is not known which they are."""
@@ -311,8 +307,17 @@ def _number_of(infer: Inference, node: Node, numbers: Mapping[Node, float]) -> f
         numbers.get(operand) == 0 if dtype is not None and dtype.is_floating_point else None
         for operand, dtype in dtypes
     ]
-    is_zero = zero_at(infer, node, states)
-    if is_zero:
+    return _number_after(infer, node, numbers, states)
+
+
+def _number_after(
+    infer: Inference,
+    node: Node,
+    numbers: Mapping[Node, float],
+    states: Sequence[bool | None],
+) -> float | None:
+    """Return what a node makes of such zeros, else the number that it passes on."""
+    if is_zero := zero_at(infer, node, states):
         return 0.0 if is_zero is True else nan
     viewed = _viewed(node)
     return None if viewed is None else numbers.get(viewed)

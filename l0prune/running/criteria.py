@@ -87,16 +87,21 @@ def tensor_output(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
+    """Return ``tensor_output``; a UsageError that says ``otherwise`` where there is none."""
+    found = tensor_output(outputs)
+    if found is None:
+        raise UsageError(f"the model returns a {type(outputs).__name__}{otherwise}")
+    return found
+
+
 def _class_scores(outputs: Any) -> Tensor:
     """Return the class scores in what a model returns."""
-    scores = tensor_output(outputs)
-    if scores is None:
-        raise UsageError(
-            f"the model returns a {type(outputs).__name__}, not a tensor of class scores; give a "
-            "loss (and a metric) that knows what to do with it: loss=a function of (outputs, "
-            "targets)"
-        )
-    return scores
+    return needed_tensor(
+        outputs,
+        ", not a tensor of class scores; give a loss (and a metric) that knows what to do with it: "
+        "loss=a function of (outputs, targets)",
+    )
 
 
 def _are_classes(scores: Tensor, targets: Any) -> bool:

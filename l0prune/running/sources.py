@@ -40,7 +40,7 @@ from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
-from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, tensor_output
+from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.task import Source, Task, batch_length, is_split
 
@@ -174,13 +174,11 @@ def _rows_of(pair: tuple[Any, Tensor], rows: Tensor) -> Any:
 
 
 def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
-    outputs = call(network, to_device(inputs, device))
-    answers = tensor_output(outputs)
-    if answers is None:
-        raise UsageError(
-            f"the network answers with a {type(outputs).__name__}; only a tensor, or one that it "
-            "has as .logits, can be learned from. Put a module around it that returns one"
-        )
+    answers = needed_tensor(
+        call(network, to_device(inputs, device)),
+        "; only a tensor, or one that it has as .logits, can be learned from. Put a module around "
+        "it that returns one",
+    )
     return inputs, answers.float().cpu()
 
 

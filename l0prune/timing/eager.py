@@ -25,7 +25,6 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
-from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.network_files import check_single_network
 from l0prune.timing.sizes import SizeFinder
@@ -272,12 +271,9 @@ def facts_of(
 
 def _facts(alike: Sequence[TimedNode], finder: SizeFinder) -> NodeFacts:
     """Return the facts of one node in several networks."""
-    monomials: dict[tuple[Layout, ...], None] = {}
-    for shapes in zip(*(seen.shapes for seen in alike), strict=False):
-        if len({len(shape) for shape in shapes}) == 1:
-            sizes = [finder.find(column) for column in zip(*shapes, strict=True)]
-            layouts = [size.layout for size in sizes if size and not size.is_constant]
-            monomials[tuple(sorted(layouts, key=str))] = None
+    columns = zip(*(seen.shapes for seen in alike), strict=False)
+    same = (shapes for shapes in columns if len({len(shape) for shape in shapes}) == 1)
+    monomials = dict.fromkeys(map(finder.monomial, same))
     node = alike[0].node
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return NodeFacts(name, without_call(module_of(node)), True, None, tuple(monomials))

@@ -81,6 +81,12 @@ class SizeFinder:
             self._numbers[layout] = tuple(int(mask.sum()) for mask in masks)
         return self._numbers[layout]
 
+    def monomial(self, shapes: Sequence[Sequence[int]]) -> tuple[Layout, ...]:
+        """Return the layouts of the dims of a tensor, given its shape in each file."""
+        found = (self.find(column) for column in zip(*shapes, strict=True))
+        layouts = (size.layout for size in found if size and not size.is_constant)
+        return tuple(sorted(layouts, key=str))
+
     def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
         """Return the layout with these sizes in the files; None if there is none.
 

@@ -227,13 +227,9 @@ def _facts(
     wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}
     nodes = models[0].graph.node
     for number, (node, original) in enumerate(zip(nodes, named.graph.node, strict=True)):
-        monomials: dict[tuple[Layout, ...], None] = {}
-        for name in (*node.input, *node.output):
-            shapes = [each[name] for each in known if name in each]
-            if len(shapes) == len(known):
-                found = [finder.find(column) for column in zip(*shapes, strict=True)]
-                layouts = [size.layout for size in found if size and not size.is_constant]
-                monomials[tuple(sorted(layouts, key=str))] = None
+        values = ([e[name] for e in known if name in e] for name in (*node.input, *node.output))
+        of_all = (shapes for shapes in values if len(shapes) == len(known))
+        monomials = dict.fromkeys(map(finder.monomial, of_all))
         yield NodeFacts(
             node.op_type,
             owner_of(original),

@@ -17,7 +17,7 @@ from l0prune.gating.attaching import bypass, detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.batches import Feed, call
-from l0prune.running.criteria import class_dim, tensor_output
+from l0prune.running.criteria import class_dim, needed_tensor
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
@@ -161,13 +161,7 @@ def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) 
 
 def _answer(outputs: Any) -> Tensor:
     """Return the tensor in a network's outputs that is compared."""
-    answer = tensor_output(outputs)
-    if answer is None:
-        raise UsageError(
-            f"the network returns a {type(outputs).__name__}; distill needs one that returns a "
-            "tensor, or has one as .logits"
-        )
-    return answer
+    return needed_tensor(outputs, "; distill needs one that returns a tensor, or has .logits")
 
 
 @contextmanager

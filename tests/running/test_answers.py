@@ -130,5 +130,5 @@ def test_a_network_that_answers_with_no_tensor_is_refused():
         def forward(self, x):
             return [x, x]
 
-    with pytest.raises(UsageError, match="answers with a list"):
+    with pytest.raises(UsageError, match="returns a list"):
         l0prune.with_pseudo_labels([torch.zeros(2, 3)], Two())

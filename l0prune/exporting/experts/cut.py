@@ -14,7 +14,7 @@ from l0prune.capture.example_inputs import call, keep
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
 from l0prune.data.dataset import as_arguments
-from l0prune.errors import CertificateError, UsageError
+from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import BOTH, Answer, output_of, tensor_names
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.difference import common_scales, comparable
@@ -23,7 +23,7 @@ from l0prune.exporting.experts.choosing import OUTPUT, SCORES, chosen, observing
 from l0prune.exporting.experts.mixtures import Mixture, mixtures_in, sizes_of_experts
 from l0prune.exporting.experts.result import FewerExperts
 from l0prune.exporting.experts.routing import Routing
-from l0prune.exporting.own_class.choice import Reference, choose, own_class
+from l0prune.exporting.own_class.choice import own_class, proven
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut, stored_in
 from l0prune.gating.attaching import check_ungated
@@ -185,15 +185,8 @@ def _cut_model(
     put_size(settled, sizes, before, after)
     answers = _answers(model, found, kept, examples)
     own = own_class(settled, KeptSlots(plan, stay.double(), stay), tensors)
-    choice = choose(own, [Reference("", settled, answers, is_trained=False, is_cached=False)])
-    comparison = choice.comparisons[""]
-    if comparison.reason:
-        raise CertificateError(
-            f"the experts of this {type(model).__name__} cannot be cut: {comparison.reason}. The "
-            "usual cause is code that has the number of experts written into it: let it take that "
-            "from an attribute"
-        )
-    return choice.module, comparison.checks
+    cause = "code that has the number of experts in it: let it take that from an attribute"
+    return proven(own, answers, "experts", cause)
 
 
 def _answers(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from l0prune.exporting.onnx.calibration import divided
 from l0prune.exporting.onnx.quantizer import Feed
+from l0prune.files.onnx_session import session_of
 from l0prune.selection.least_squares import Moments, left_of, solve
 from l0prune.selection.matrices import Product, aten, product_of
 from l0prune.selection.rounding import rounded
@@ -77,7 +78,6 @@ class _Values:
         return self._known[name]
 
     def _compute(self, name: str) -> None:
-        import onnxruntime
 
         nodes = self._missing(name)
         self._pending.subtract(read for node in nodes for read in {*_read_by(node)})
@@ -98,11 +98,7 @@ class _Values:
             ir_version=self._model.ir_version,
             functions=self._model.functions,
         )
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(
-            part.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        session = session_of(part.SerializeToString())
         columns = [self._known[each] for each in given]
         calls = [dict(zip(given, call, strict=True)) for call in zip(*columns, strict=True)]
         found = [session.run(made, call) for call in calls]

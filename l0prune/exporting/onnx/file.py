@@ -36,6 +36,7 @@ from l0prune.exporting.onnx.operators import (
 )
 from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.files.onnx_network import Origin
+from l0prune.files.onnx_session import session_of
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -309,14 +310,8 @@ class Session:
 
     def __init__(self, content: bytes | str) -> None:
         """Load the bytes of a file, or the file at a path."""
-        import onnxruntime  # here, since only who writes a file need wait for it to load
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
         with _named():
-            self._session = onnxruntime.InferenceSession(
-                content, options, providers=["CPUExecutionProvider"]
-            )
+            self._session = session_of(content)
         self._names = [given.name for given in self._session.get_inputs()]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:

@@ -30,6 +30,7 @@ from l0prune.exporting.onnx.older import LARGEST, move_out
 from l0prune.exporting.onnx.times import Times
 from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.files.onnx_session import session_of
 from l0prune.running.stages import stage
 
 _FIRST_OF_BFLOAT16 = 22  # opset; before it no convolution has such numbers
@@ -282,7 +283,8 @@ def _differences(single: ModelProto, dtype: str, piece: ExportedPart) -> Differe
     names = [each.name for each in single.graph.output]
     found: list[Sequence[Outputs]] = []
     for model in (single, rounded(single, dtype)):
-        session = _plain_session(model)
+        # Optimized, a cast and its reverse would be none.
+        session = session_of(model.SerializeToString(), optimizes=False)
         given = [each.name for each in session.get_inputs()]
         answers = []
         for answer in piece.answers:
@@ -298,18 +300,6 @@ def _differences(single: ModelProto, dtype: str, piece: ExportedPart) -> Differe
 
 def _rounded_array(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     return array.astype(_NUMPY[dtype]).astype(array.dtype) if array.dtype == np.float32 else array
-
-
-def _plain_session(model: ModelProto) -> Any:
-    """Return a session that optimizes nothing: it would take a cast and its reverse for none."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
 
 
 def _times(proven: InFloat32, target: Path) -> Times | None:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.provenance import is_within
+from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.own_class.comparison import (
     SOMETHING_ELSE,
     CachedStep,
@@ -202,6 +204,25 @@ class ChosenClass:
                 comparison = replace(comparison, reason=f"{comparison.reason} ({details})")
             comparisons[each.path] = comparison
         return replace(self, comparisons=comparisons)
+
+
+def proven(
+    own: OwnClass, answers: tuple[Answer, ...], what: str, cause: str
+) -> tuple[nn.Module, tuple[Check, ...]]:
+    """Return the class that computes these answers, and the comparisons that it passed.
+
+    Raises:
+        CertificateError: none does; says what of the model cannot be cut, and the usual cause.
+    """
+    reference = Reference("", own.plain, answers, is_trained=False, is_cached=False)
+    choice = choose(own, [reference])
+    comparison = choice.comparisons[""]
+    if comparison.reason:
+        raise CertificateError(
+            f"the {what} of this {type(own.plain).__name__} cannot be cut: {comparison.reason}. "
+            f"The usual cause is {cause}"
+        )
+    return choice.module, comparison.checks
 
 
 def choose(own: OwnClass, references: Sequence[Reference]) -> ChosenClass:

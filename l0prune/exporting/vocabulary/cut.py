@@ -21,10 +21,10 @@ from l0prune.capture.sizes import Inputs
 from l0prune.data.cut_tokenizer import CutTokenizer, renewed
 from l0prune.data.dataset import as_arguments
 from l0prune.data.text import texts_in, tokenizer_of
-from l0prune.errors import CertificateError, UsageError
+from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer, answers_of
 from l0prune.exporting.certify.certificate import Check
-from l0prune.exporting.own_class.choice import Reference, choose, own_class
+from l0prune.exporting.own_class.choice import own_class, proven
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut, stored_in
 from l0prune.exporting.vocabulary.numbers import renumber, token_ids_in
@@ -164,6 +164,12 @@ def _captured(model: nn.Module, cutter: CutTokenizer, inputs: Any) -> _Captured:
     return _Captured(replace(vocabulary, analysis=analysis), example, inputs is None, places)
 
 
+_CAUSE = (
+    "code that has an id or the number of tokens written into it, or computes a softmax over all "
+    "tokens: let it return logits, and take its numbers from its attributes"
+)
+
+
 @stage("cutting the vocabulary")
 def _cut_model(
     model: nn.Module, found: _Captured, chosen: Sequence[int], special: frozenset[int]
@@ -188,17 +194,9 @@ def _cut_model(
     answers = _answers(model, found, numbers, special)
     slots = KeptSlots(plan, kept.double(), kept)
     own = own_class(settled, slots, tensors)
-    choice = choose(own, [Reference("", settled, answers, is_trained=False, is_cached=False)])
-    comparison = choice.comparisons[""]
-    if comparison.reason:
-        raise CertificateError(
-            f"the vocabulary of this {type(model).__name__} cannot be cut: {comparison.reason}. "
-            "The usual cause is code that has an id or the number of tokens written into it, or "
-            "computes a softmax over all tokens: let it return logits, and take its numbers from "
-            "its attributes"
-        )
-    _forget_tokenizer(choice.module)
-    return choice.module, comparison.checks
+    smaller, checks = proven(own, answers, "vocabulary", _CAUSE)
+    _forget_tokenizer(smaller)
+    return smaller, checks
 
 
 def _set_padding(

@@ -209,9 +209,7 @@ def _padded(sizes: Sizes, node: Node) -> None:
         whole = graph.call_function(_ATEN.layer_norm.default, norm)
         part = graph.call_function(_ATEN.slice.Tensor, (whole, -1, 0, left))
         result = graph.call_function(_ATEN.contiguous.default, (part,))
-    sizes.stands_for(result, node)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    _replace(sizes, node, result)
 
 
 def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool) -> None:
@@ -254,9 +252,7 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
             result = call(_ATEN.add.Tensor, result, bias)
         if is_half:
             result = call(_ATEN.to.dtype, result, dtype)
-    sizes.stands_for(result, node)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    _replace(sizes, node, result)
 
 
 def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -299,9 +295,13 @@ def norm_of_weight(sizes: Sizes, node: Node) -> None:
                     operand = graph.call_function(_ATEN.unsqueeze.default, (operand, -1))
                 result = graph.call_function(operator, (result, operand))
     assert isinstance(result, Node)
+    _replace(sizes, node, result)
+
+
+def _replace(sizes: Sizes, node: Node, result: Node) -> None:
     sizes.stands_for(result, node)
     node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    node.graph.erase_node(node)
 
 
 def _is_cut(sizes: Sizes, node: Node) -> bool:
