@@ -53,16 +53,13 @@ BY_CAPTURE: tuple[Pass, ...] = (
 def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 
-    The model is left as it is. All work is where the model is, in eval mode (on the CPU, if its
-    device has no float64), and the result is there. Of a wrapper around the model that was gated
-    (compiled, DDP, a LightningModule) that model is exported. Threads take turns.
+    The model is left as it is. All work is on its device (on the CPU, if that has no float64).
 
     Args:
-        model: gated.
+        model: gated, also inside a wrapper (compiled, DDP, a LightningModule).
         verify: the precision of the proof. ``"float64"`` shows faults of 1e-10 and more, and
-            compares in float32, too. ``"float32"`` takes less time, above all on GPUs that are slow
-            in float64, and shows faults of 1e-5 and more; the note, the certificate and the files
-            say so. Of a model that is captured in parts these are compared in both.
+            compares in float32, too. ``"float32"`` takes less time and shows faults of 1e-5 and
+            more. Of a model that is captured in parts these are compared in both.
 
     Raises:
         NotGated: the model carries no gates.

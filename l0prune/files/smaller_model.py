@@ -104,12 +104,10 @@ def resize(model: Model, source: PathLike | Mapping[str, Any]) -> Model:
     Args:
         model: a fresh model, as it was before it was gated; its weights do not matter.
         source: a folder of ``Export.save_pretrained``, a file of ``Export.save``, or a manifest
-            alone, as data or a file of JSON. Of the latter the model has only the sizes, and
-            nan for weights, until ``model.load_state_dict``.
+            alone, as data or a file of JSON, with which weights are nan.
 
     Returns:
-        The same object, in the mode that it was in, its tensors on its device and in the dtypes
-        of the file.
+        The same object, in its mode, on its device and in the dtypes of the file.
 
     Raises:
         AlreadyGated: the model carries gates.

@@ -70,25 +70,18 @@ def finetune(
 ) -> History:
     """Learn the weights and gates of a gated model together, in place, under a budget or λ·E‖θ‖₀.
 
-    Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
-    the weights settle. Before the gates are fixed, the last of them are opened and closed so that
-    an export just meets the budgets. After each epoch the moving average of weights, buffers and
-    gates is tested in eval mode; in the end the model has these averages, so that what was
-    reported last is what an export computes. Device, modes and random generators are then as they
-    were.
-
-    With ``out`` a checkpoint is kept there, from which ``resume=True`` goes on after Ctrl-C,
-    SIGTERM or a crash; on the CPU the outcome is the same to the bit as without the stop. There,
-    too, is ``report.html``, which shows the run while it goes on, and what came of it.
+    λ warms up, the network is pruned, and with fixed gates, which just meet the budgets, the
+    weights settle. After each epoch the moving average of weights, buffers and gates is tested; in
+    the end the model has these averages. With ``out`` a checkpoint is kept there, from which
+    ``resume=True`` goes on, on the CPU the same to the bit, and ``report.html``, which shows the
+    run while it goes on.
 
     Args:
         model: a model with gates (``l0prune.gate``).
-        data: what ``l0prune.load_data`` returned; a dataset; a DataLoader or other list of batches,
-            each (inputs, targets) or a mapping that holds its labels; (training, test) of those;
-            or a ``Task``.
+        data: what ``l0prune.load_data`` returned; a dataset; batches, each (inputs, targets) or a
+            mapping that holds its labels; (training, test) of those; or a ``Task``.
         report: whether that page is written.
-        **settings: see ``Settings``. ``loss`` and ``metric`` are what is learned from and what is
-            reported.
+        **settings: see ``Settings``.
 
     Returns:
         What was measured in each epoch.
@@ -99,8 +92,8 @@ def finetune(
         DataError: the data is empty, or does not fit the model.
         TrainingError: a loss or weight became nan or inf.
         FileError: ``out`` cannot be written, or what is in it cannot be read.
-        Interrupted: Ctrl-C or SIGTERM (a KeyboardInterrupt). The model then has the averages
-            that it had come to; after any other error it is as it was found.
+        Interrupted: Ctrl-C or SIGTERM. The model then has the averages that it had come to; after
+            any other error it is as it was found.
     """
 
     table = settings.get("latency")

@@ -56,20 +56,16 @@ def with_pseudo_labels(
 ) -> Task:
     """Put the network's own answers in place of the targets, as pseudo-labels.
 
-    So no labels are needed: give the dense network before it is gated. Every example is answered
-    once, in eval mode, and the answers are kept in memory; ``distill`` computes them in each step
-    anew, and so is for data that is augmented or never ends.
+    Every example is answered once, in eval mode, and the answers are kept in memory; ``distill``
+    computes them anew in each step, for data that is augmented or never ends.
 
     Args:
-        data: what ``finetune`` takes. What it has for targets is not looked at, and may be
-            missing: each part, (training, test) or training alone, may also be a tensor of
-            inputs or a mapping of some, a dataset such as ``TensorDataset(inputs)``, or batches.
-        network: returns a tensor, or has one as ``.logits``. It is left as it was found.
+        data: what ``finetune`` takes, with targets or without; (training, test) or training alone.
+        network: the dense one, before it is gated: returns a tensor, or has one as ``.logits``.
         batch_size: examples at a time, where the source lets us choose.
         device: where it answers; see ``Settings``.
         autocast: see ``Settings``.
-        held_out: batches of inputs whose examples are left out of the training part, since
-            something else is going to be judged by them.
+        held_out: batches of inputs whose examples are left out of the training part.
 
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of

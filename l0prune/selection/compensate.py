@@ -97,10 +97,8 @@ def compensate(
     held out, and so does the whole network.
 
     Args:
-        model: a gated model whose open gates are chosen, for instance by ``fit``. With all gates
-            open it computes what is to be given back.
-        inputs: a tensor or mapping of examples, or what ``finetune`` takes; labels are not looked
-            at.
+        model: a gated model whose open gates are chosen, for instance by ``fit``.
+        inputs: a tensor or mapping of examples, or what ``finetune`` takes, without its labels.
         samples: how many examples are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.

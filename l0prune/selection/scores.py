@@ -57,43 +57,31 @@ def score(
 ) -> Tensor:
     """Return each gated slot's estimated importance; higher is kept. The model stays as it was.
 
-    The gates' own values have no part in it: a score is of the network with all gates at 1.
+    It is of the network with all gates at 1.
 
-    - ``"magnitude"``: the L2 norm of the weights that the slot's gate multiplies, over all its
-      sites. So its square is how far closing the gate moves the weights.
-    - ``"group-magnitude"``: the L2 norm of all weights that are cut with the slot: the rows that
-      write it, the columns that read it, and the norms and biases between.
-    - ``"bn-scale"``: ``|γ|``, the scale of torch.nn's normalisation layers that the slot passes
-      through, their mean where there are several. An axis of which not every slot does gets its
-      magnitudes, divided by their mean.
+    - ``"magnitude"``: the L2 norm of the weights that the slot's gate multiplies.
+    - ``"group-magnitude"``: the L2 norm of all weights that are cut with the slot.
+    - ``"bn-scale"``: ``|γ|`` of torch.nn's normalisation layers that the slot passes through, their
+      mean where there are several; magnitudes over their mean on axes without.
     - ``"taylor"``: (dL/dz)² with L the mean loss over the data, in eval mode: to first order the
-      square of how much the loss changes when the gate closes. One backward pass a batch.
-    - ``"fisher"``: the mean over the batches of their (dL/dz)², which does not vanish where L
-      is at a minimum. It depends on the size of the batches.
+      square of how much the loss changes when the gate closes.
+    - ``"fisher"``: the mean over the batches of their (dL/dz)², which does not vanish where L is at
+      a minimum. It depends on the size of the batches.
     - ``"outputs"``: the mean over the examples of Σᵢ (doᵢ/dz)² with o the model's outputs, each
-      estimated from one random direction: to first order the square of how far the outputs move
-      when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
-      learns its own answers (see ``with_pseudo_labels``).
+      estimated from one random direction. It looks at no labels and no loss.
     - ``"ablation"``: of branches the mean over the examples of ‖o − o'‖², o' without them. They go
-      in rounds, those first that move the outputs least: where a network can spare either of two,
-      it may need one. So the k-th to go has the k-th smallest value of one alone. Five forwards a
-      branch and batch. Of other slots ``"outputs"``, the same to first order for one alone.
-    - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, or ``"outputs"`` where
-      the loss is at its least, as where a network learns its own answers; and ``"ablation"`` of
-      branches, from a few hundred examples: what gates start from under a budget.
+      in rounds, those first that move the outputs least. Of other slots ``"outputs"``.
+    - ``"auto"``: ``"fisher"`` of slots, from at most 100 batches (``"outputs"`` where the loss is
+      at its least), and ``"ablation"`` of branches, from a few hundred examples.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
-
-    Each is divided by its axis' mean, so that a slot counts by how it stands among its like
-    (Torch-Pruning's default, too), and a branch among the branches. With ``normalise="none"`` they
-    are as they come, and axes of few large weights go last.
 
     Args:
         model: a gated model.
-        data: for those that look at data: what ``finetune`` takes; its training part is used.
+        data: what ``finetune`` takes, for scores that look at it; its training part is used.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
+        normalise: ``"axis-mean"`` divides by the mean of the axis, ``"none"`` does not.
         batches: at most so many batches of the data; None for all.
-        batch_size: examples a batch, where the data lets us choose; None for 100, or for windows
-            of text as many as have 4,096 tokens.
+        batch_size: examples a batch, where the data lets us choose; None for the usual.
         device: where to take gradients, as for ``finetune``.
         seed: of the order of the data, and of ``"random"``.
 

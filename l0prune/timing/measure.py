@@ -152,28 +152,22 @@ def measure(
 ) -> LatencyTable:
     """Time a gated model at many widths, and fit its time at any.
 
-    Some exports show which number in its ONNX file is the size of what. Then networks of random
-    widths are written and timed, each in turns with the dense one; ONNX Runtime's profile says
-    what each node took. The model stays as it is, and its gates do not matter.
-
+    Networks of random widths are timed, each in turns with the dense one, and what each node took.
     Give the table to ``finetune``, ``fit`` or ``Pruner`` as ``latency=``, with a budget such as
-    ``"latency=12ms"`` or ``"latency=0.5"``.
+    ``"latency=12ms"``.
 
     Args:
         model: a gated model.
         threads: that one call may use.
         batch: examples in a call.
-        runtime: ``"onnxruntime"``; ``"onnxruntime-int8"`` for the files of
-            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"openvino"``,
-            ``"openvino-int8"``, ``"executorch"`` and ``"litert"``; ``"eager"``, ``"compile"`` or
-            ``"cuda-graph"`` (on a GPU, the host's time left out), which are PyTorch's. These
-            compute in half precision if all of the model's weights are in it.
+        runtime: ``"onnxruntime"``; ``"onnxruntime-int8"``, all in eight bits that can be;
+            ``"openvino"``, ``"openvino-int8"``, ``"executorch"``, ``"litert"``; or of PyTorch
+            ``"eager"``, ``"compile"``, ``"cuda-graph"`` (on a GPU, without the host's time).
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed.
         seed: of their widths.
-        folder: where they are written and results are kept, so that a call that was stopped goes
-            on where it was; by default a temporary one.
+        folder: where results are kept, from which a call that was stopped goes on; or a new one.
         progress: called with how many networks are timed, and of how many.
 
     Raises:

@@ -161,7 +161,8 @@ def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) 
 
 def _answer(outputs: Any) -> Tensor:
     """Return the tensor in a network's outputs that is compared."""
-    return needed_tensor(outputs, "; distill needs one that returns a tensor, or has .logits")
+    otherwise = "; distill needs one that returns a tensor, or has one as .logits"
+    return needed_tensor(outputs, otherwise)
 
 
 @contextmanager

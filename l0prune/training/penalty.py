@@ -206,39 +206,25 @@ def penalty(
 ) -> Tensor:
     """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
 
-    With ``counting="joint"`` a weight is there if the gates on all its sides are open, and the
-    expectation is exact. With ``"groups"`` each gate is charged for its own weights, ``|g|`` of
-    them, whatever the others do, as in the paper (eq. 16). Where λ differs between axes, a weight
-    that several axes share is charged, in joint counting, at the mean of their λs; in groups, each
-    axis is charged at its own.
-
-    With ``l2`` the expected L2 penalty of eq. 15 and 17 is added: ½·l2·Σ P(weight is there)·W²
-    over the model's trainable parameters, for the same meaning of "there". W is the plain
-    parameter, before the gates multiply it. It closes gates of large weights as well as
-    decaying weights; with ``l2_detach`` it only decays, at the rate of the gates' probabilities.
-
-    With ``prior`` it is the variational penalty of eq. 21: Σ KL(q(z)‖p(z))/N is added, over all
-    gates, for a prior p(z) that is a gate of the same kind which is open with that probability
-    (eq. 27, 28). λ·N is then the code length of a weight in nats; docs/objective.md has the
-    whole objective.
-
-    A network with input gates (``add_input_gates``) pays for those, too, after a forward in
-    training mode (``input_penalty``).
+    Input gates (``add_input_gates``) pay, too, after a forward in training mode.
 
     Args:
         model: a gated model.
         lam: a ``Budget``, whose Lagrangian this then is; or λ as a number, as text (``"0.1/N"``,
-            which needs ``n``; ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis
-            names to numbers or texts.
+            ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis names.
         n: N, the number of training examples, over which the loss is a mean.
-        counting: ``"joint"`` or ``"groups"``.
-        l2: strength of the L2 term.
+        counting: ``"joint"``: a weight is there if the gates on all its sides are open, which is
+            exact, and pays the mean λ of its axes. ``"groups"``: each gate pays for its own |g|
+            weights, at the λ of its axis, whatever the others do (eq. 16 of the paper).
+        l2: strength of the expected L2 penalty (eq. 15, 17): ½·l2·Σ P(weight is there)·W² over the
+            trainable parameters W, as they are before gates multiply them.
         l2_detach: keep the L2 term from changing the gates.
-        prior: P(z ≠ 0) of the gates before any data are seen, strictly between 0 and 1, or a
-            mapping from globs over axis names to it, where axes that no glob matches have no
-            prior; needs ``n``.
+        prior: P(z ≠ 0) of the gates before any data are seen, one or by globs over axis names.
+            Then Σ KL(q(z)‖p(z))/N over all gates is added, for a prior p(z) of the same kind of
+            gate (eq. 21, 27, 28); docs/objective.md has the whole objective. Needs ``n``.
 
-    Returns a scalar of the dtype and on the device of the gates' ``log_alpha``.
+    Returns:
+        A scalar of the dtype and on the device of the gates' ``log_alpha``.
 
     Raises:
         NotGated: the model carries no gates.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from onnx import helper, numpy_helper
-from test_int8 import file, numbers, run
+from test_int8 import file, run
 
 from l0prune.exporting.onnx import collect, compensation
 from l0prune.exporting.onnx.compensation import compensated
@@ -14,6 +14,11 @@ from l0prune.exporting.onnx.int8_search import Comparison, Search, relative_erro
 from l0prune.exporting.onnx.quantizer import MINMAX, Quantizer
 
 SHAPE, POINTS = (4, 6, 7), ("first", "second", "head")
+RANDOM = np.random.default_rng(0)  # its own, whatever other files have drawn
+
+
+def numbers(*shape):
+    return RANDOM.standard_normal(shape).astype(np.float32)
 
 
 def network():

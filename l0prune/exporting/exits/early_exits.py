@@ -110,16 +110,12 @@ class EarlyExits:
     def save_onnx(self, path: str | os.PathLike[str]) -> Path:
         """Write one ONNX file that computes no further than the exit that answers.
 
-        All that follows an exit stands inside an ``If``. So the file is for one example at a time:
-        whoever has larger batches splits them, or takes the file of ``Export.save_onnx``, which
-        computes all exits of any batch. Outputs are ``logits``, ``exit`` (its number, from 0) and
-        ``margin``: how far the decisions were from other ones, in units of the score. Where the
-        margin is at most ``rounding``, another runtime may leave the network at another exit; for
-        all other inputs torch and the file agree, which is tried on the held-out examples.
-        For other thresholds set ``module.thresholds`` and write the file anew.
-
-        Every way through the file is compared with the gated model before it gets its name. Its
-        metadata hold the certificate, the exits, the rounding and the batch.
+        All that follows an exit stands inside an ``If``, for one example at a time; the file of
+        ``Export.save_onnx`` computes all exits of any batch. Outputs are ``logits``, ``exit`` (its
+        number, from 0) and ``margin``: how far the decisions were from other ones, in units of the
+        score. Where it is at most ``rounding``, another runtime may leave at another exit. Every
+        way through the file is compared with the gated model. For other thresholds set
+        ``module.thresholds`` and write the file anew.
 
         Raises:
             CertificateError: a way computes something else, or is taken where torch takes another.
@@ -224,13 +220,11 @@ def choose_exits(
     Args:
         dense: the export of a network with exits (``add_exits``).
         data: held-out examples with targets: batches, a dataset, or a split; of a data source, a
-            pair or a ``Task`` the test part. What is then said of them was chosen on them: test
-            the result on others.
+            pair or a ``Task`` the test part. Test the result on others.
         budget: the most that an example may cost on average: ``"latency=8ms"``, ``"macs=0.5"`` (a
-            share of the way to the end of this export). As few mistakes as possible are made.
+            share of the way to the end of this export).
         tolerance: in place of a budget, how much worse than the last exit's the metric may be, in
-            absolute terms (``"1%"`` of the error rate is one example in a hundred); as little as
-            possible is computed.
+            absolute terms: ``"1%"`` of the error rate is one example in a hundred.
         criterion: ``"confidence"`` (the largest probability), ``"entropy"`` (1 − H / ln C) or
             ``"patience"`` (how many exits before agree); or one of your own.
         measure: what is spared under a tolerance: ``"macs"``, or ``"latency"``, which is measured
