@@ -26,7 +26,6 @@ from l0prune.files.model_sources import load_model
 # Network: weights, those that global sparse momentum left, and its error.
 PUBLISHED = {"mlp": (266_200, 4_400, "1.82%"), "lenet5": (430_500, 1_400, "0.94%")}
 DENSE: dict[str, Any] = {"lr": 1e-3, "schedule": "cosine", "batch_size": 256}
-GSM: dict[str, Any] = {"optimizer": "gsm", "lr": 0.03, "batch_size": 256}
 
 
 def trained(name: str, data: Any, folder: Path, epochs: int) -> nn.Module:
@@ -48,7 +47,7 @@ def row(name: str, penalty: str, dense: nn.Module, data: Any, settings: dict[str
     total, left, published = PUBLISHED[name]
     model = copy.deepcopy(dense)
     l0prune.gate(model, (data.train.example(2),))
-    own = GSM if penalty == "gsm" else {"penalty": penalty}
+    own = {"optimizer": "gsm", "batch_size": 256} if penalty == "gsm" else {"penalty": penalty}
     given = {"elements": left / total, **own, **settings}
     history = l0prune.finetune(model, data, report=False, **given)
     small = l0prune.export(model)
@@ -67,12 +66,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--dense-epochs", type=int, default=4)
     parser.add_argument("--ramp", type=float, default=0.6)
+    parser.add_argument("--lr", type=float, default=0.03, help="of the weights")
     parser.add_argument("--distill", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "elements")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = l0prune.load_data("mnist")
-    settings = {name: getattr(options, name) for name in ("epochs", "ramp", "distill")}
+    settings = {name: getattr(options, name) for name in ("epochs", "ramp", "lr", "distill")}
     print("| network | penalty | weights not zero | error | params | error of the paper |")
     print("|---" * 6 + "|")
     for name in options.networks:

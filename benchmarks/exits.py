@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import l0prune
+from benchmarks.budgets import part
 from benchmarks.cifar import CHECKPOINTS
 from l0prune.capture.example_inputs import first_rows
 from l0prune.data import Data, Tensors
@@ -160,7 +161,8 @@ def of_exits(
 
 def rows(options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the table."""
-    data, held_out = divided(l0prune.load_data(options.data))
+    data = l0prune.load_data(options.data)
+    data, held_out = divided(data if options.examples is None else part(data, options.examples))
     yield "| way | MACs | leave at | ms of each way | expected ms | error | overhead |"
     yield "|---" * 7 + "|"
     settings = {name: getattr(options, name) for name in ("epochs", "batch_size", "augment")}
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits")
     parser.add_argument("--exits", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--examples", type=int, help="of the training data, and of the test data")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--augment", action="store_true")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.12])
