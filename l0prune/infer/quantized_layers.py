@@ -87,8 +87,15 @@ class _Finder:
         is_one = operator_name(node.target) == "aten.batch_norm"
         return is_one and isinstance(self._module(node), BATCH_NORMS)
 
-    def _module(self, node: Node) -> nn.Module:
-        return self._model.get_submodule(without_call(module_of(node)))
+    def _module(self, node: Node) -> nn.Module | None:
+        """Return the module that made a node; None where torch does not know its path.
+
+        It may not where a container holds a module twice.
+        """
+        try:
+            return self._model.get_submodule(without_call(module_of(node)))
+        except AttributeError:
+            return None
 
     def _written(self, path: str, node: Node, norms: dict[Node, str]) -> int:
         """Make a point of what a convolution writes, and note the module whose output that is."""

@@ -39,11 +39,23 @@ class Network(nn.Module):
         return self.out(torch.relu(self.head(x.flatten(1))))
 
 
-@pytest.fixture(scope="module")
-def model():
+class Maps(nn.Module):
+    """What the model returns is what a convolution writes, past a ReLU or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.deep = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 8, 3)
+        self.last = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.stem(x)))
+        return x, self.last(torch.relu(self.deep(x)))
+
+
+def learned(network):
     """Gates of any value, many closed; ranges that are too narrow, so that int8 is far from it."""
     torch.manual_seed(3)
-    model = l0prune.gate(Network(), X[:2])
+    model = l0prune.gate(network(), X[:2])
     pruner = l0prune.Pruner(
         model, steps=8, warmup=0, n=48, settle=7, quantize="int8", say=lambda text: None
     )
@@ -55,11 +67,17 @@ def model():
         pruner.after_step()
     with torch.no_grad():
         gates.log_alpha.uniform_(-4, 3)
-        for norm in (model.norm, model.its_norm):
-            norm.weight.uniform_(-2, 2)
-            norm.bias.uniform_(-1, 1)
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.weight.uniform_(-2, 2)
+                norm.bias.uniform_(-1, 1)
     gates.quantizer.load(gates.quantizer.ranges / 3, gates.quantizer.counts)
     return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return learned(Network)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +135,20 @@ def test_onnx_runtime_has_operators_on_integers_for_all_of_it(files, tmp_path):
     assert kinds.count("QGemm") == 2
     assert kinds.count("MatMulIntegerToFloat") == 2
     assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Clip"} & {*kinds}
+
+
+@pytest.mark.filterwarnings("ignore:l0prune. eight bits change the outputs")  # by such ranges
+def test_maps_that_the_model_returns_are_on_their_grids(tmp_path):
+    model = learned(Maps)
+    made = l0prune.export(model)
+    made.save_onnx(tmp_path / "model.onnx", int8=X)
+    found = session(onnx.load(tmp_path / "model.int8.onnx")).run(None, {"x": X.numpy()})
+    with torch.no_grad():
+        expected = [each.numpy() for each in model(X)]
+    for own, other, module in zip(found, expected, ("norm", "last"), strict=True):
+        step, _ = made.ranges.grid(made.ranges.scheme.outputs[module])
+        assert np.abs(own - other).max() <= 1.01 * step
+        assert (np.abs(own - other) <= 0.01 * step).mean() > 0.99
 
 
 def test_integers_of_weights_are_those_of_the_training(model, files):

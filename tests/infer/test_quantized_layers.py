@@ -64,3 +64,9 @@ def test_a_layer_that_another_module_computes_stays_as_it_is():
     first, second = scheme.layers
     assert first.reads == second.reads  # of one value
     assert scheme.outputs == {}
+
+
+def test_a_module_that_a_container_holds_twice_stays_as_it_is():
+    twice = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+    scheme = found(nn.Sequential(twice, twice, nn.Linear(4, 4)), torch.randn(2, 4, 4, 4))
+    assert [layer.path for layer in scheme.layers] == ["2"]

@@ -291,10 +291,14 @@ class _Writer:
         is_clipped = (low, high) != (-np.inf, np.inf) and value not in self.outputs
         is_clipped &= [user.op_type in ("Relu", "Clip") for user in users] == [True]
         clipped = users[0].output[0] if is_clipped else ""
-        on_grid = self._put(value, point)
+        is_output = value in self.outputs
+        if is_output:
+            self.made[-1].output[0] = f"{value}_in_float"
+        on_grid = self._put(f"{value}_in_float" if is_output else value, point)
         for name in filter(None, (value, clipped)):
-            if name not in self.outputs:
-                self.instead[name] = on_grid
+            self.instead[name] = on_grid
+            if name in self.outputs:
+                self.made.append(helper.make_node("Identity", [on_grid], [name]))
         return clipped
 
 
