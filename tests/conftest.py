@@ -138,11 +138,6 @@ def pytest_runtest_setup():
     trace.handlers.clear()
     if "l0prune.exporting.onnx.times" in sys.modules:
         sys.modules["l0prune.exporting.onnx.times"]._SECONDS = 0.01
-    if "onnxscript" in sys.modules:
-        written = sys.modules["onnxscript"].TracedOnnxFunction
-        if isinstance(slow := vars(written).get("function_ir"), property):
-            written.function_ir = functools.cached_property(slow.fget)
-            written.function_ir.__set_name__(written, "function_ir")
     for module, name in (
         ("torch._export.utils", "_materialize_cpp_cia_ops"),
         ("torch.onnx._internal.exporter._schemas", "op_signature_from_function"),

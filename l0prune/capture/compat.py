@@ -213,6 +213,24 @@ def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
 
 
 @contextmanager
+def one_onnx_registry() -> Iterator[None]:
+    """Within the context torch's ONNX exporter does not make its list of operators anew.
+
+    For each file it would parse the source of all functions of onnxscript: half of the time that a
+    small file takes.
+    """
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    made = staticmethod(_once(registry.from_torchlib))
+    with replaced(registry, "from_torchlib", made):
+        yield
+
+
+@cache
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    return cache(function)
+
+
+@contextmanager
 def quiet_copies() -> Iterator[None]:
     """Within the context graphs are copied without torch 2.11's FutureWarning of its LeafSpec."""
     if not _copies_warn():

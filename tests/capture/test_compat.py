@@ -1,6 +1,7 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
 import copy
+import importlib
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,20 @@ def test_torch_gathers_records_of_a_capture_as_long_as_its_trace_log_has_a_handl
     monkeypatch.setattr(logging.getLogger(compat.TRACE_LOG), "handlers", [handler])
     export(Relu(), (torch.randn(3, 4),))
     assert found
+
+
+def test_the_exporter_gets_its_operators_where_they_are_kept(program, monkeypatch):
+    registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    assert callable(registry.from_torchlib)
+    asked = []
+    monkeypatch.setattr(registry, "from_torchlib", lambda **which: asked.append(which) or "none")
+    with compat.one_onnx_registry():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="'str' object"):  # for it is no registry
+                torch.onnx.export(program, dynamo=True, verbose=False)
+        assert len(asked) == 1
+    registry.from_torchlib()
+    assert len(asked) == 2
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from l0prune.capture.compat import pytree
+from l0prune.capture.compat import one_onnx_registry, pytree
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names
@@ -265,9 +265,10 @@ def _exported(
 ) -> onnx_ir.Model:
     if opset is not None and opset < FIRST_OF_PRESENT:
         return of_older_opset(program, opset, sizes)
-    made = torch.onnx.export(
-        program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
-    )
+    with one_onnx_registry():
+        made = torch.onnx.export(
+            program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
+        )
     assert made is not None
     found = made.model.opset_imports[""]
     if opset not in (None, found):
