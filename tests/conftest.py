@@ -18,6 +18,7 @@
 - What is imported by several tests is a plain module beside this file, named for what is in it.
 """
 
+import atexit
 import collections
 import functools
 import gc
@@ -116,12 +117,8 @@ def pytest_collection_finish():
     gc.enable()
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is still there at the end is said to have leaked
     gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_unconfigure():
-    """What is still there at the end is said to have leaked."""
-    gc.unfreeze()
 
 
 def pytest_runtest_setup():
@@ -163,7 +160,10 @@ def no_consent_yet(states, monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     """Each test begins with the same random numbers, whatever ran before it."""
-    importlib.import_module("torch").manual_seed(0)
+    torch = importlib.import_module("torch")
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # else torch notes the whole stack, to seed it later
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
