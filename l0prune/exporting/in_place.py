@@ -92,7 +92,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
-    network = replace(copies_of(model), compared_in=BOTH[:1], batches=_BATCHES, hands_out=False)
+    network = replace(copies_of(model), compared_in=BOTH[:1], batches=_BATCHES)
     chosen = KeptSlots(network.plan, network.z, kept)
     network = replace(network, chosen=chosen)
     if chosen.gone:

@@ -51,7 +51,6 @@ class Network:
         sizes: such as it takes.
         compared_in: dtypes in which it is compared.
         batches: sizes of batches on which its own class is compared; those of an export if empty.
-        hands_out: whether a model is made of it for the user, in its own dtypes.
         asked: what the gated model has answered, so that it need not run twice on one input.
         parts: set by ``capture_parts``: its graphs with their plans; None without a capture.
         chosen: set by ``select``: the slots that stay, on the axes of ``parts.plan`` or ``plan``.
@@ -83,7 +82,6 @@ class Network:
     sizes: Sizes = ({},)
     compared_in: Sequence[torch.dtype] = BOTH
     batches: Sequence[int] = ()
-    hands_out: bool = True
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
     parts: Parts | None = None
     chosen: KeptSlots | None = None

@@ -259,7 +259,8 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     made, single = programs(dense, dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
     apart = _forms(answers, is_free=False)
-    if len(apart) > 1 and (is_graph or not _is_told(made.program)):
+    is_told = any(isinstance(value, SymInt) for value in inputs_of(made.program))
+    if len(apart) > 1 and (is_graph or not is_told):
         for alike in apart:
             yield from _island(network, path, alike)
         return
@@ -274,11 +275,6 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     export = partial(reexport_part, batches=ANY.several())
     made, single = programs(dense, dtypes, answers[0].inputs, export)
     yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
-
-
-def _is_told(program: ExportedProgram) -> bool:
-    """Return whether a free number is among the program's inputs."""
-    return any(isinstance(value, SymInt) for value in inputs_of(program))
 
 
 def _holds(single: ExportedProgram, answer: Answer) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.weights import Weight
@@ -57,7 +57,8 @@ def write(
     training = " ".join(filter(None, (each.training for each in comparisons)))
     unclear = "" if reason else _note_on_old_sizes(network)
     origin = network.plain.origin if isinstance(network.plain, OnnxNetwork) else None
-    note = note_on(network.comparisons, _numbers_of(network.plain, unused))
+    sizes = {name: network.plain.get_parameter(name).numel() for name in unused}
+    note = note_on(network.comparisons, sizes)
     return Export(
         module=network.dense,
         rebuilt=not reason,
@@ -160,11 +161,6 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
         lines.append(f"It takes {found:,.0f} MACs, where its gates leave {macs:,}.")
         macs = round(found)
     return chosen, macs, " ".join(lines)
-
-
-def _numbers_of(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """Return how many numbers parameters hold, by name."""
-    return {name: model.get_parameter(name).numel() for name in names}
 
 
 def _note_on_old_sizes(network: Network) -> str:

@@ -84,16 +84,10 @@ def _operand(value: Value, like: Tensor) -> Value:
 
 
 def _quotient(a: Value, b: Value) -> Value:
-    is_whole = not any(isinstance(x, float) or _is_float(x) for x in (a, b))
-    return torch.div(a, b, rounding_mode="trunc") if is_whole else a / b
-
-
-def _is_float(x: Value) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _host_quotient(a: Host, b: Host) -> Value:
-    return a / b if "f" in (a.dtype.kind, b.dtype.kind) else a // b
+    has_float = any(torch.is_floating_point(x) for x in (a, b) if isinstance(x, Tensor))
+    if has_float or any(isinstance(x, float) for x in (a, b)):
+        return a / b
+    return torch.div(a, b, rounding_mode="trunc")
 
 
 def _extreme(function: Operator, clamp: str) -> Operator:
@@ -110,7 +104,7 @@ _TWO: dict[str, tuple[Operator, Operator]] = {
     "Add": (operator.add, operator.add),
     "Sub": (operator.sub, operator.sub),
     "Mul": (operator.mul, operator.mul),
-    "Div": (_quotient, _host_quotient),
+    "Div": (_quotient, lambda a, b: a / b if "f" in (a.dtype.kind, b.dtype.kind) else a // b),
     "Mod": (operator.mod, operator.mod),
     "Pow": (operator.pow, operator.pow),
     "Equal": (operator.eq, operator.eq),
@@ -343,10 +337,6 @@ def _range(_: Attributes, start: Value, limit: Value, delta: Value) -> Value:
     return torch.arange(first, end, step)
 
 
-def _square_sum(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
-    return x.square().sum(dim, keepdim)
-
-
 def _product(x: Tensor, dim: tuple[int, ...], keepdim: bool) -> Tensor:
     for each in sorted(dim, reverse=True):
         x = x.prod(each, keepdim)
@@ -362,7 +352,10 @@ _REDUCTIONS: dict[str, tuple[Operator, Operator]] = {
     "ReduceL1": (partial(torch.linalg.vector_norm, ord=1), partial(np.linalg.norm, ord=1)),
     "ReduceL2": (torch.linalg.vector_norm, np.linalg.norm),
     "ReduceLogSumExp": (torch.logsumexp, np.logaddexp.reduce),
-    "ReduceSumSquare": (_square_sum, lambda x, axis, keepdims: np.sum(x**2, axis)),
+    "ReduceSumSquare": (
+        lambda x, dim, keepdim: x.square().sum(dim, keepdim),
+        lambda x, axis, keepdims: np.sum(x**2, axis),
+    ),
 }
 
 

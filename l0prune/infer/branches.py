@@ -68,8 +68,8 @@ def added(
         # Of two the one with more work is the branch, and the other one the stream.
         work, end, found, tensors = max(candidates, key=lambda each: each[0])
         if work:
-            name = shared_module(node for node in found if node in macs) or _owner(tensors[0])
-            name = untaken(name, taken)
+            owner = tensors[0].rpartition(".")[0] or tensors[0]
+            name = untaken(shared_module(n for n in found if n in macs) or owner, taken)
             yield Ending(name, end, (join,), tuple(dict.fromkeys(tensors)))
 
 
@@ -77,10 +77,6 @@ def _is_number(infer: Inference, tensors: list[str], end: Node, nodes: list[Node
     """Check that a branch is no 0/0, as of a spectral norm, where these parameters are zero."""
     number, _ = when_zero(infer, tensors, nodes).get(end, (0.0, None))
     return isfinite(number)
-
-
-def _owner(tensor: str) -> str:
-    return tensor.rpartition(".")[0] or tensor
 
 
 def _operands(join: Node) -> Iterator[Node]:

@@ -77,7 +77,8 @@ class Sums:
         self._positions: dict[int, Tensor] = {}
         for (start, stop), number in self._ranges.items():
             self._positions[number] = torch.arange(start, stop).unsqueeze(1)
-        for number, axis_number in enumerate(self._axis_of_each_range(), start=1):
+        axis_of_each_range = (axis for axis, cuts in enumerate(self._cuts) for _ in cuts[1:])
+        for number, axis_number in enumerate(axis_of_each_range, start=1):
             self._axes[number] = frozenset([axis_number])
         self._one_by_one: dict[Gated | Pick, int] = {}
         self._cumulants: dict[Monomial, int] = {}
@@ -116,10 +117,6 @@ class Sums:
             found = multiply([self._moment(group) for group in groups])
             self._expectations[monomial] = found
         return found
-
-    def _axis_of_each_range(self) -> Iterator[int]:
-        for axis, cuts in enumerate(self._cuts):
-            yield from [axis] * (len(cuts) - 1)
 
     def _pieces(self, slots: Slots) -> Iterator[int]:
         offset = self._plan.axes[slots.axis].start

@@ -92,7 +92,8 @@ def shrink(
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work = copied(model)
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
-    gate(work, *as_arguments(_head(first, 2)), **{"branches": False, **gating})
+    two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
+    gate(work, *as_arguments(two), **{"branches": False, **gating})
     if latency is None and budget is not None and _is_about_time(budget):
         latency = measure(work)
     if budget is not None:
@@ -124,10 +125,6 @@ def _nearness(
     """Return how near another network's outputs are to a model's, on a device."""
     with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
         return fidelity(model, other, judged)
-
-
-def _head(inputs: Any, count: int) -> Any:
-    return map_tensors(inputs, lambda tensor: tensor[:count].cpu() if tensor.dim() else tensor)
 
 
 def _is_about_time(budget: LimitsLike) -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from l0prune.errors import UsageError
@@ -127,18 +128,6 @@ def _sentence(of: str, after: float) -> str:
     )
 
 
-def _say_on_stderr(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def _end_process() -> None:
-    """End this process: a step that waits for a machine that is gone can be ended in no other way.
-
-    Files are written whole or not at all, so that nothing is damaged.
-    """
-    os._exit(1)
-
-
 @contextmanager
 def heartbeat(
     store: Any, key: str, rank: int, size: int, meet: Callable[[], None]
@@ -149,7 +138,10 @@ def heartbeat(
         store: see ``Heartbeat``, as for ``key``, ``rank`` and ``size``.
         meet: returns when all processes have called it.
     """
-    beat = Heartbeat(store, key, rank, size, lost_after(), _say_on_stderr, _end_process)
+    # A step that waits for a machine that is gone can be ended in no other way than with its
+    # process. Files are written whole or not at all, so that nothing is damaged.
+    say, end = partial(print, "error:", file=sys.stderr, flush=True), partial(os._exit, 1)
+    beat = Heartbeat(store, key, rank, size, lost_after(), say, end)
     meet()
     beat.start()
     try:

@@ -125,7 +125,7 @@ class EarlyExits:
         target = Path(path)
         with replacement(target) as unfinished:
             write(self.module, self._inputs[0], unfinished)
-            file = self._file(unfinished)
+            file = ExitFile(unfinished, self._dense.pieces[0], len(self.exits) - 1)
             certificate = self._dense.certificate.without("onnx").with_checks(file.checks())
             self._check_decisions(file)
             facts = {
@@ -136,9 +136,6 @@ class EarlyExits:
             describe(unfinished, facts)
         self.certificate = certificate
         return target
-
-    def _file(self, path: Path) -> ExitFile:
-        return ExitFile(path, self._dense.pieces[0], len(self.exits) - 1)
 
     @stage("comparing the decisions of the file with those of torch")
     def _check_decisions(self, file: ExitFile) -> None:

@@ -204,7 +204,8 @@ def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str
     if cut:
         return [], f"{min(cut)}, which its code makes anew, is cut"
     origin = manifest.origin
-    given = Configured(_class_of(origin), origin.config or {})
+    kind = getattr(importlib.import_module("transformers"), origin.transformers)
+    given = Configured(kind, origin.config or {})
     found = list(_candidates(_Config(given, manifest), module))
     found = found or list(_candidates(_Config(given.with_numbers(), manifest), module))
     return found, "" if found else _why_not(manifest)
@@ -224,10 +225,6 @@ class _Config(Configured):
             if any(size % value == 0 for size in cut)
         }
         self.follows = self.following(self.fields)
-
-
-def _class_of(origin: Origin) -> Any:
-    return getattr(importlib.import_module("transformers"), origin.transformers)
 
 
 def _candidates(config: _Config, module: nn.Module) -> Iterator[dict[str, Any]]:
