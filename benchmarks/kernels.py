@@ -72,9 +72,14 @@ def counted_by(counter: Launches | None) -> Iterator[None]:
 
 
 def step_of(
-    model: nn.Module, images: Tensor, autocast: torch.dtype | None = torch.bfloat16
+    model: nn.Module,
+    images: Tensor,
+    autocast: torch.dtype | None = torch.bfloat16,
+    *,
+    compiles: bool = False,
 ) -> Callable[[], None]:
-    """A step: loss, penalty of a gated model, backward and Adam."""
+    """A step: loss, penalty of a gated model, backward and Adam; the forward maybe compiled."""
+    run = torch.compile(model) if compiles else model
     is_gated = any(name == "l0prune_gates" for name, _ in model.named_children())
     groups = l0prune.param_groups(model) if is_gated else model.parameters()
     optimizer = torch.optim.Adam(groups, lr=1e-3, foreach=True)
@@ -83,7 +88,7 @@ def step_of(
     def step() -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(run(images), labels)
         if is_gated:
             loss = loss + l0prune.penalty(model, 0.1 / 60_000)
         loss.backward()
@@ -92,11 +97,10 @@ def step_of(
     return step
 
 
-def compiled(model: nn.Module, step: Callable[[], None]) -> int:
-    """Return how many kernels the compiler makes for a model in a step."""
+def compiled(step: Callable[[], None]) -> int:
+    """Return how many kernels the compiler makes in a step."""
     torch._dynamo.reset()
     metrics.reset()
-    model.compile(fullgraph=True)
     with counted_by(None):
         step()
     return metrics.generated_kernel_count
@@ -119,9 +123,10 @@ def main() -> None:
             model.to(memory_format=torch.channels_last)
             if is_gated:
                 l0prune.gate(model, (images,))
-            step = step_of(model, images, torch.bfloat16 if args.autocast else None)
+            dtype = torch.bfloat16 if args.autocast else None
+            step = step_of(model, images, dtype, compiles=args.compile)
             if args.compile:
-                counts.append(Counter(kernels=compiled(model, step)))
+                counts.append(Counter(kernels=compiled(step)))
                 continue
             with counted_by(None):
                 for _ in range(2):  # what is read is known after the first
