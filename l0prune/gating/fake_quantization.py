@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from l0prune.capture.compat import ConvolutionBase
+from l0prune.capture.compat import ConvolutionBase, pytree
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantizer import FakeQuantizer
@@ -44,6 +45,17 @@ class _Output:
         return self.quantizer.at(self.point, output)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """Hook after the forward of a module that returns a sum, maybe in a tuple."""
+
+    quantizer: FakeQuantizer
+    point: int
+
+    def __call__(self, module: nn.Module, given: Any, output: Any) -> Any:
+        return pytree.tree_map_only(Tensor, partial(self.quantizer.at, self.point), output)
+
+
 def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -> None:
     """Let the layers of a gated model be quantized, in place; the model is whole.
 
@@ -55,6 +67,7 @@ def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -
     try:
         modules = {layer.path: model.get_submodule(layer.path) for layer in scheme.layers}
         written = {model.get_submodule(path): point for path, point in scheme.outputs.items()}
+        summing = {model.get_submodule(path): point for path, point in scheme.sums.items()}
     except AttributeError as error:
         raise UsageError(f"the ranges for int8 are of another model: {error}") from error
     for number, layer in enumerate(scheme.layers):
@@ -68,6 +81,8 @@ def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -
             module._forward_pre_hooks[QUANTIZER] = _Input(quantizer, layer.reads)  # type: ignore[index]
     for module, point in written.items():
         module._forward_hooks[QUANTIZER] = _Output(quantizer, point)  # type: ignore[index]
+    for module, point in summing.items():
+        module._forward_hooks[QUANTIZER] = _Sum(quantizer, point)  # type: ignore[index]
     gates.quantizer = quantizer
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import nn
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.compat import ConvolutionBase
-from l0prune.capture.provenance import module_of, within, without_call
+from l0prune.capture.provenance import module_of, modules_of, within, without_call
 from l0prune.infer.nodes import PERMUTATIONS, RESHAPES, argument, operator_name
 from l0prune.plan.int8 import QuantizedLayer, Scheme
 
@@ -21,20 +21,24 @@ _CLIPS = ("aten.hardtanh", "aten.hardtanh_")
 _MOVES = (*RESHAPES, *PERMUTATIONS, *(f"aten.{name}" for name in ("contiguous", "clone", "detach")))
 # What leaves numbers on the grid that they were on: 0 is on each.
 _KEEPS = frozenset((*_RELU, *_MOVES, *(f"aten.max_pool{dims}d" for dims in (1, 2, 3))))
+# Zeros that are put beside them are on each grid, too.
+_KEEPS_IN_SUMS = _KEEPS | {"aten.slice", "aten.constant_pad_nd", "aten.pad"}
 
 
-def quantized_layers(captured: Captured, model: nn.Module) -> Scheme:
+def quantized_layers(captured: Captured, model: nn.Module, *, sums: bool = True) -> Scheme:
     """Find what can be in eight bits: each Linear and convolution that its own forward computes.
 
     What a convolution writes is put on a grid, past the BatchNorm that follows: one on integers
-    writes integers. Sums, norms and products of activations stay in floating point, and so does a
-    layer that is called several times.
+    writes integers. So is the sum of that and of what is on a grid, if a module returns it, as a
+    residual block does. Other sums, norms and products of activations stay in floating point, and
+    so does a layer that is called several times.
 
     Args:
         captured: the graph.
         model: of which it is.
+        sums: whether any are put on grids.
     """
-    return _Finder(captured, model).found()
+    return _Finder(captured, model).found(sums)
 
 
 class _Finder:
@@ -44,9 +48,11 @@ class _Finder:
         self._points: dict[Node, int] = {}  # by the value
         self._clips: set[Node] = set()
         self._outputs: dict[str, int] = {}
+        self._sums: dict[str, int] = {}
+        self._parts: dict[int, int] = {}  # of sums: their points by those that are added
 
-    def found(self) -> Scheme:
-        """Find the layers, then what convolutions write, then what each layer reads."""
+    def found(self, sums: bool) -> Scheme:
+        """Find the layers, what convolutions write, sums of that, then what each layer reads."""
         layers = dict(self._once(self._is_layer))
         norms = {node: path for path, node in self._once(self._is_norm)}
         written = {
@@ -54,6 +60,9 @@ class _Finder:
             for path, node in layers.items()
             if operator_name(node.target) in _CONVOLUTIONS
         }
+        if sums:
+            for node in self._captured.graph.nodes:
+                self._sum(node)
         made = []
         for path, node in layers.items():
             read = node.args[0]
@@ -62,8 +71,10 @@ class _Finder:
             if reads is None:
                 reads, quantizes = self._point(_unmoved(read)), True
             weight = self._captured.names[argument(node, 1, "weight").name]
-            made.append(QuantizedLayer(path, weight, reads, quantizes, written.get(path)))
-        return Scheme(tuple(made), tuple(self._bounds), self._outputs)
+            writes = written.get(path)
+            adds_to = None if writes is None else self._parts.get(writes)
+            made.append(QuantizedLayer(path, weight, reads, quantizes, writes, adds_to))
+        return Scheme(tuple(made), tuple(self._bounds), self._outputs, self._sums)
 
     def _once(self, is_one: Callable[[Node], bool]) -> Iterator[tuple[str, Node]]:
         """Yield nodes of such modules that make one of them, with the module's path."""
@@ -121,11 +132,61 @@ class _Finder:
             self._bounds.append(bounds)
         return self._points[node]
 
-    def _on_grid(self, node: Node) -> int | None:
-        """Return the number of the written point on whose grid a value is; None for none."""
-        written = {*self._outputs.values()}
-        while self._points.get(node) not in written:
-            keeps = operator_name(node.target) in _KEEPS or node in self._clips
+    def _sum(self, node: Node) -> None:
+        """Put a sum on a grid where all that is added is on one, and a module returns the sum.
+
+        One of what a convolution writes and of a stream is on the grid of the stream: where the
+        branch is gone, the stream goes on as it is.
+        """
+        if operator_name(node.target) not in ("aten.add", "aten.add_"):
+            return
+        after = list(node.users)
+        has_relu = len(after) == 1 and operator_name(after[0].target) in _RELU
+        value = after[0] if has_relu else node
+        parts = [each for each in node.args[:2] if isinstance(each, Node)]
+        points = [self._on_grid(each, _KEEPS_IN_SUMS) for each in parts]
+        owner = self._returning(value)
+        written = [self._points[each] for each in parts if self._is_part(each)]
+        if owner is None or len(points) < 2 or None in points or not written:
+            return
+        streams = [point for point in points if point not in written]
+        point = streams[0] if streams else self._point(value)
+        assert point is not None
+        low, high = self._bounds[point]
+        if high != math.inf or (low == 0 and not has_relu):
+            return
+        self._points[value] = self._sums[owner] = point
+        self._parts |= dict.fromkeys(written, point)
+
+    def _is_part(self, node: Node) -> bool:
+        """Return whether a value is what a layer writes into a sum, and nothing else reads it."""
+        made = self._points.get(node)
+        return made in self._outputs.values() and len(node.users) == 1
+
+    def _returning(self, node: Node) -> str | None:
+        """Return the path of a module that is called once and returns this value alone."""
+        if any(user.op == "output" for user in node.users):
+            return None
+        for path in reversed(modules_of(node)):
+            leaving = [
+                each
+                for each in self._captured.graph.nodes
+                if path in modules_of(each) and any(path not in modules_of(u) for u in each.users)
+            ]
+            if path and leaving == [node]:
+                return path
+        return None
+
+    def _on_grid(self, node: Node, kept: Collection[str] = _KEEPS) -> int | None:
+        """Return the number of the point on whose grid a value is; None for none.
+
+        Args:
+            node: the value.
+            kept: operators that leave numbers on their grid.
+        """
+        known = {*self._outputs.values(), *self._sums.values()}
+        while self._points.get(node) not in known:
+            keeps = operator_name(node.target) in kept or node in self._clips
             if node.op != "call_function" or not keeps or not isinstance(node.args[0], Node):
                 return None
             node = node.args[0]

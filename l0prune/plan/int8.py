@@ -7,7 +7,7 @@ one each; a convolution writes one, past the BatchNorm that follows it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +26,7 @@ class QuantizedLayer:
         reads: number of the point that its input is.
         quantizes: whether it puts its input on that grid; else what it reads is on it.
         writes: number of the point that it writes; None for none.
+        adds_to: number of the point of the sum that it is part of; None for none.
     """
 
     path: str
@@ -33,6 +34,7 @@ class QuantizedLayer:
     reads: int
     quantizes: bool
     writes: int | None = None
+    adds_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,14 @@ class Scheme:
         bounds: of each point, the least and largest number that what follows tells apart: 0 and
             infinity before a ReLU.
         outputs: by path of a module, the number of the point that its output is.
+        sums: the same of modules that return a sum. Sums along a residual stream have one point,
+            that of what the stream begins with, so that a branch can go without a trace.
     """
 
     layers: tuple[QuantizedLayer, ...]
     bounds: tuple[tuple[float, float], ...]
     outputs: Mapping[str, int]
+    sums: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,16 +125,20 @@ class Ranges:
         scheme = given["scheme"]
         layers = tuple(QuantizedLayer(**each) for each in scheme["layers"])
         bounds = tuple((float(low), float(high)) for low, high in scheme["bounds"])
-        outputs = {str(path): int(point) for path, point in scheme["outputs"].items()}
+        outputs, sums = (
+            {str(path): int(point) for path, point in scheme[name].items()}
+            for name in ("outputs", "sums")
+        )
         least, most, counts = (tuple(given[name]) for name in ("least", "most", "counts"))
         if {len(least), len(most), len(counts)} != {len(bounds)}:
             raise ValueError(f"ranges of another number of points than {len(bounds)}")
-        used = {each.reads for each in layers} | {*outputs.values()}
-        used |= {each.writes for each in layers if each.writes is not None}
+        used = {each.reads for each in layers} | {*outputs.values(), *sums.values()}
+        of_layers = (point for each in layers for point in (each.writes, each.adds_to))
+        used |= {point for point in of_layers if point is not None}
         if not used <= {*range(len(bounds))}:
             raise ValueError("points that there are not")
         return cls(
-            Scheme(layers, bounds, outputs),
+            Scheme(layers, bounds, outputs, sums),
             tuple(map(float, least)),
             tuple(map(float, most)),
             tuple(map(int, counts)),

@@ -125,7 +125,7 @@ def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
         )
     before = gates.quantizer
     if before is None or before.found.menu != menu:
-        scheme = _scheme(root) if before is None else before.scheme
+        scheme = _scheme(root, sums=not menu) if before is None else before.scheme
         without_quantizer(root)
         if menu:
             _add_bits(gates, scheme, menu)
@@ -147,14 +147,14 @@ def _add_bits(gates: Gates, scheme: Scheme, menu: Sequence[int]) -> None:
     gates.change_plan(plan, torch.cat([gates.log_alpha.detach(), more]))
 
 
-def _scheme(root: nn.Module) -> Scheme:
+def _scheme(root: nn.Module, *, sums: bool) -> Scheme:
     if any(map(is_sharded, root.parameters())):
         raise UsageError(
             "quantize needs whole weights, and these are in shards (FSDP): train with "
             "distributed='ddp'"
         )
     (part,) = surveyed(copies_of(root), frees_batch=False).found
-    scheme = quantized_layers(part.analysis.captured, root)
+    scheme = quantized_layers(part.analysis.captured, root, sums=sums)
     if not scheme.layers:
         raise UsageError(
             "quantize finds no Linear and no convolution in this model that its own forward "

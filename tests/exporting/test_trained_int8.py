@@ -39,6 +39,36 @@ class Network(nn.Module):
         return self.out(torch.relu(self.head(x.flatten(1))))
 
 
+class Block(nn.Module):
+    """A residual block of torchvision's kind, which may make maps smaller."""
+
+    def __init__(self, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, stride, 1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.relu, self.down = nn.ReLU(inplace=True), None
+        if stride > 1:
+            self.down = nn.Sequential(nn.Conv2d(8, 8, 1, stride, bias=False), nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += x if self.down is None else self.down(x)
+        return self.relu(y)
+
+
+class Blocks(nn.Module):
+    """A residual stream, and another of smaller maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.act = nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU()
+        self.blocks = nn.Sequential(Block(), Block(), Block(2), Block())
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.act(self.stem(x))).mean((2, 3), keepdim=True))
+
+
 class Maps(nn.Module):
     """What the model returns is what a convolution writes, past a ReLU or not."""
 
@@ -135,6 +165,33 @@ def test_onnx_runtime_has_operators_on_integers_for_all_of_it(files, tmp_path):
     assert kinds.count("QGemm") == 2
     assert kinds.count("MatMulIntegerToFloat") == 2
     assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Clip"} & {*kinds}
+
+
+@pytest.mark.filterwarnings("ignore:l0prune. eight bits change the outputs")  # by such ranges
+@pytest.mark.parametrize("closed", [(), (1,), (0, 2, 3)])
+def test_residual_sums_are_of_integers_and_what_the_network_computes(closed, tmp_path):
+    model = learned(Blocks)
+    gates = l0prune.gates(model)
+    branches = [axis.start for axis in gates.plan.axes if axis.kind == "branch"]
+    assert len(branches) == 4
+    with torch.no_grad():
+        gates.log_alpha[branches] = 8.0
+        gates.log_alpha[[branches[number] for number in closed]] = -8.0
+    made = l0prune.export(model)
+    made.save_onnx(tmp_path / "model.onnx", int8=X)
+    small = session(
+        onnx.load(tmp_path / "model.int8.onnx"), optimized_model_filepath=tmp_path / "o.onnx"
+    )
+    (found,) = small.run(None, {"x": X.numpy()})
+    with torch.no_grad():
+        expected = model(X).numpy()
+    step, _ = made.ranges.grid(made.ranges.scheme.outputs["last"])
+    off = np.round(np.abs(found - expected) / step)
+    assert off.max() <= 1
+    assert (off == 0).mean() > 0.9  # sums round in another order
+    kinds = [node.op_type for node in onnx.load(tmp_path / "o.onnx").graph.node]
+    assert kinds.count("QLinearAdd") == 4 - len(closed)
+    assert "Add" not in kinds
 
 
 @pytest.mark.filterwarnings("ignore:l0prune. eight bits change the outputs")  # by such ranges

@@ -26,6 +26,15 @@ class Residual(nn.Module):
         return self.out(self.head(x.flatten(1)))
 
 
+class Sum(nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return torch.relu(x + self.branch(x))
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -70,3 +79,22 @@ def test_a_module_that_a_container_holds_twice_stays_as_it_is():
     twice = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
     scheme = found(nn.Sequential(twice, twice, nn.Linear(4, 4)), torch.randn(2, 4, 4, 4))
     assert [layer.path for layer in scheme.layers] == ["2"]
+
+
+def test_sums_that_modules_return_are_on_the_grid_of_their_stream():
+    stem, norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+    branches = [nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Linear(4, 4)]
+    model = nn.Sequential(stem, norm, nn.ReLU(), *map(Sum, branches), nn.Linear(4, 2))
+    x = torch.randn(2, 1, 6, 6)
+    scheme = found(model, x)
+    layers = {layer.path: layer for layer in scheme.layers}
+    stream = layers["0"].writes
+    assert scheme.sums == {"3": stream, "4": stream}  # what a Linear writes is on no grid
+    for name in ("3.branch", "4.branch"):
+        assert (layers[name].reads, layers[name].quantizes) == (stream, False)
+        assert layers[name].adds_to == stream
+    assert (layers["5.branch"].reads, layers["5.branch"].quantizes) == (stream, False)
+    assert layers["6"].quantizes
+    assert quantized_layers(capture(model, (x,)), model, sums=False).sums == {}
+    twice = nn.Sequential(stem, norm, nn.ReLU(), model[3], model[3])
+    assert found(twice, x).sums == {}

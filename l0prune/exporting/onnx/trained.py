@@ -79,17 +79,18 @@ class _Writer:
         graph = self.model.graph
         found = self._layers()
         self._check(found.values(), there)
-        dropped: set[str] = set()
+        dropped, of_sums = set[str](), self._sums(found)
         for node in graph.node:
-            if node.output[0] in dropped:
-                continue
-            layer = found.get(node.output[0])
-            if layer is None:
+            value = str(node.output[0])
+            layer = found.get(value)
+            if layer is not None:
+                self._layer(node, layer)
+                if layer.writes is not None:
+                    dropped.add(self._write(value, layer.writes))
+            elif value not in dropped:
                 self._copy(node)
-                continue
-            value = self._layer(node, layer)
-            if layer.writes is not None:
-                dropped.add(self._write(value, layer.writes))
+            if value in of_sums:
+                self.instead[value] = self._put(self.instead.get(value, value), of_sums[value])
         del graph.node[:]
         graph.node.extend(self.made)
         read = {name for node in self.made for name in node.input} | self.outputs
@@ -137,6 +138,22 @@ class _Writer:
                 if layer is not None:
                     found[node.output[0]] = layer
         return found
+
+    def _sums(self, found: Mapping[str, QuantizedLayer]) -> dict[str, int]:
+        """Return points of sums by their values, past the ReLU that follows.
+
+        Where one of two is gone, the other is the sum.
+        """
+        points = {}
+        for value, layer in found.items():
+            if layer.adds_to is None:
+                continue
+            for kind in ("Add", "Relu"):
+                users = self.users.get(value, [])
+                if [user.op_type for user in users] == [kind]:
+                    value = str(users[0].output[0])
+            points[value] = layer.adds_to
+        return points
 
     def _copy(self, node: NodeProto) -> None:
         names = [self.instead.get(name, name) for name in node.input]
