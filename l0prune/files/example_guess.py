@@ -33,7 +33,7 @@ _USUAL: dict[int, tuple[tuple[int, ...], ...]] = {
     3: ((16, 112, 112), (16, 224, 224), (32, 224, 224), (64, 64, 64), (32, 32, 32)),
 }
 _Layer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear | nn.RNNBase | nn.Embedding
-_MOST_CHOICES, _MOST_SHOWN = 64, 12
+_MOST_CHOICES, _MOST_SHOWN = 64, 4
 _PROBES = ("2x3x224x224", f"2x{_LENGTH}:int64", f"2x{_LENGTH}x64", "2x64")
 
 
@@ -73,7 +73,7 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
                 return found
             first = first or (None if tried[found.text] else found)
     if first is None:
-        raise UsageError(_no_guess(layers, tried))
+        raise UsageError(_no_guess(model, layers, tried))
     return first
 
 
@@ -180,12 +180,17 @@ def _published(model: nn.Module) -> Iterator[Any]:
 
 def _required(model: nn.Module) -> list[str]:
     """Return a prefix for each input without which no forward runs: empty, or ``name=``."""
+    return ["" if p.kind in _BY_PLACE else f"{p.name}=" for p in _needed(model)] or [""]
+
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _needed(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters without which no forward runs, those by place first."""
     parameters = inspect.signature(model.forward).parameters.values()
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.default is p.empty]
-    placed = ["" for p in needed if p.kind in by_place]
-    named = [f"{p.name}=" for p in needed if p.kind is p.KEYWORD_ONLY]
-    return [*placed, *named] or [""]
+    kinds = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
+    return [p for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
 def _decoder_text(model: nn.Module) -> tuple[str, ...]:
@@ -313,13 +318,25 @@ def _named(path: str) -> str:
     return f", {path}" if path else ""
 
 
-def _no_guess(layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
+def _no_guess(model: nn.Module, layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
     """Say what was tried, and how to go on."""
     need = "an example input is needed to look at the model, and none could be guessed"
-    way_on = "Name one: --input 1x3x224x224 (batch first), or data whose inputs fit: --data NAME."
     (text, why), *rest = tried.items()
     first = next(iter(layers.items()), None)
     layer = "" if first is None else f" Its first layer, {first[0] or 'itself'}, is {first[1]}."
     others = ", ".join(each for each, _ in rest[:_MOST_SHOWN])
     more = f"; nor did {others}{' …' if rest[_MOST_SHOWN:] else ''}" if rest else ""
-    return f"{need}.{layer} {text} did not work ({why}){more}. {way_on}"
+    return f"{need}.{layer} {text} did not work ({why}){more}. {_way_on(model)}"
+
+
+def _way_on(model: nn.Module) -> str:
+    """Say how the inputs that the forward takes are named."""
+    names = [p.name for p in _needed(model)]
+    if len(names) < 2:
+        return "Name one: --input 1x3x224x224 (batch first), or data whose inputs fit: --data NAME."
+    shapes = ",".join(f"{name}=SHAPE" for name in names)
+    return (
+        f"The forward takes {', '.join(names)}: name the shape of each, --input {shapes} (2x64, or "
+        "2x16:int64 for whole numbers). Where their values matter, gate in Python: "
+        "l0prune.gate(model, args, kwargs)."
+    )

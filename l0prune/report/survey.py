@@ -317,10 +317,10 @@ class Survey:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print what can be cut, then every layer with the possible cuts of its two sides."""
         yield (
-            f"{self.params:,} params, {self.macs:,} MACs an example; "
-            f"{self.plan.size:,} gates on {len(self.axes)} axes reach "
-            f"{self.reachable('params'):.1%} of the params and {self.reachable('macs'):.1%} of the "
-            "MACs"
+            f"{self.params:,} params, {self.macs:,} MACs (multiply-accumulates) an example; "
+            f"{self.plan.size:,} slots (channels, neurons, heads and the like) on {len(self.axes)} "
+            f"axes can have a gate and be cut: up to {self.reachable('params'):.1%} of the params "
+            f"and {self.reachable('macs'):.1%} of the MACs"
         )
         if self.whole:
             count, first = len(self.whole), self.whole[0]
@@ -329,7 +329,7 @@ class Survey:
                 f"and {self.params_on_whole_streams:.1%} of the params have a side on "
                 f"{'one' if count > 1 else 'it'}, so that they can be cut on the other side alone: "
                 f"{listed([f'{each.where} ({each.size} slots)' for each in self.whole], 4)}. "
-                f"Of the first one: {first.reason.partition('; ')[0]}."
+                f"The first stays whole because {first.reason.partition('; ')[0]}."
             )
         if self.branches:
             count = len(self.branches)
@@ -345,8 +345,8 @@ class Survey:
             if closing:
                 yield Text(
                     f"{len(closing)} ax{'es' if len(closing) > 1 else 'is'} may close completely, "
-                    f"and a branch with each: {listed(list(closing), 4)}. Any other keeps "
-                    "one slot: what follows is computed from it, or its branch adds a bias."
+                    f"and a branch with each: {listed(list(closing), 4)}. Of any other axis one "
+                    "slot stays, since what follows is computed from it or its branch adds a bias."
                 )
         refused = (pin for pin in self.pins if pin.where.startswith(REFUSED))
         yield from (Text(f"The {pin.where}: {pin.reason}.") for pin in refused)

@@ -198,6 +198,16 @@ def test_what_was_tried_is_said():
     assert "--input 1x3x224x224" in said
 
 
+class Pair(nn.Module):
+    def forward(self, patches, grid, scale=1.0):
+        return patches.view(7, 11, grid.shape[0])
+
+
+def test_the_inputs_of_a_forward_are_named():
+    with pytest.raises(UsageError, match=r"takes patches, grid: .* --input patches=SHAPE,grid="):
+        guess_example(Pair())
+
+
 class Refusing(nn.Module):
     def forward(self, x):
         raise ValueError("never")
