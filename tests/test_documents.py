@@ -218,7 +218,7 @@ LONG = {
     "guide", [pytest.param(guide, marks=LONG.get(guide, ())) for guide in GUIDES]
 )
 @pytest.mark.filterwarnings("ignore:l0prune. exit")  # which random labels may leave without inputs
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(GUIDES[guide])

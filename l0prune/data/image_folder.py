@@ -18,6 +18,7 @@ from l0prune.errors import DataError
 _SIZE = 224
 _BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
 _MOST_WORKERS = 8
+_WORTH_A_WORKER = 64  # images that take as long as another process takes to start
 _FIFTH = 5  # one in so many images is for the test where a folder does not say
 
 
@@ -50,7 +51,9 @@ def image_folder(spec: str, rest: str) -> Data:
         train, augmented = Subset(train, learned), Subset(augmented, learned)
         test = Subset(test, held_back)
     workers = min(usable_cpus(), _MOST_WORKERS)
-    learn, judge = Loaded(train, workers, augmented), Loaded(test, workers)
+    # Nothing random is done to test images, so that they may be read in this process.
+    judge = Loaded(test, min(workers, len(test) // _WORTH_A_WORKER))
+    learn = Loaded(train, workers, augmented)
     return Data(spec, learn, judge, classes, preprocessing)
 
 

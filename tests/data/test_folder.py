@@ -30,9 +30,11 @@ def test_images_and_their_classes(tmp_path):
     assert torch.allclose(example[0, :, 100, 100], expected)
 
 
-def test_images_of_another_size_come_from_worker_processes(tmp_path):
+def test_images_of_another_size_come_from_worker_processes_or_if_they_are_few_from_here(tmp_path):
     make(tmp_path, parts=("train", "test"))
     data = load_data(f"imagefolder:{tmp_path}:16")
+    assert data.train.workers > data.test.workers == 0
+    assert torch.equal(next(data.train.batches(6))[0], next(data.test.batches(6))[0])
     inputs, targets = next(data.test.batches(6))
     assert inputs.shape == (6, 3, 16, 16)
     assert targets.tolist() == [0, 0, 0, 1, 1, 1]

@@ -41,7 +41,7 @@ EXPORTED = [pytest.param(n, marks=pytest.mark.slow if n in ELSEWHERE else ()) fo
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 def test_export_is_exact(name):
     module, example = made(name)
     if name in REASONS:
@@ -55,7 +55,7 @@ def test_export_is_exact(name):
 
 
 @pytest.mark.parametrize("name", [name for name in {**ELSEWHERE, **CASES} if name not in REASONS])
-@pytest.mark.one_in(25)
+@pytest.mark.one_in(50)
 def test_closed_branches_and_closed_slots_together_are_exact(name):
     module, example = in_float64(*(made(name) if name in CASES else elsewhere(name)))
     l0prune.gate(module, example)

@@ -66,7 +66,7 @@ def on(names):
 
 
 @on(ALL)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(20)
 def test_dense_computes_what_gated_does(exported):
     model, x, dense = exported
     # A parameter of a branch that is gone, which its class still reads, is a zero of one slot.
@@ -86,7 +86,7 @@ def test_in_float64_it_does_so_exactly(name):
 
 
 @on(WITH_ONNX)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_onnx_file(exported, tmp_path):
     model, x, dense = exported
     path = tmp_path / "model.onnx"

@@ -54,7 +54,10 @@ def test_builtin_recipes_are_these():
     assert set(builtin()) == {*PARAMS, "crepe"}  # which test_crepe.py is about
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if each == "cifar-wrn" else ()) for each in PARAMS],
+)
 @pytest.mark.one_in(5)
 def test_settings_of_a_builtin_recipe_fit_its_network(name):
     recipe = load(name, [])

@@ -324,15 +324,13 @@ def test_a_survey_says_what_could_be_cut():
 
 NAMES = [
     pytest.param("conv1", (400, 1440), id="plain"),
-    *(
-        pytest.param(name, (400, 1440, 3840), id=kind, marks=pytest.mark.slow)
-        for kind, name in HOSTILE.items()
-    ),
+    *(pytest.param(name, (400, 1440, 3840), id=kind) for kind, name in HOSTILE.items()),
 ]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
 @pytest.mark.parametrize(("name", "widths"), NAMES)
+@pytest.mark.slow
 def test_in_a_browser(name, widths, tmp_path):
     path, _ = l0prune.Report(content(name)).save(tmp_path)
     with browser() as opened:
