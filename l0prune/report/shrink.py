@@ -94,9 +94,8 @@ def shrink(
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
-    if latency is None and budget is not None and _is_about_time(budget):
-        latency = measure(work)
     if budget is not None:
+        latency = measure(work) if latency is None and _is_about_time(budget) else latency
         asked: Any = {"round_to": "auto", "latency": latency, "kinds": ()}
         check_request(work, budget, **asked, scored=True, data=False)
     curve: list[Step] = []
