@@ -94,7 +94,7 @@ class _Mixture(Function):
         del theta  # the grids have it
         mixed = torch.zeros_like(x)
         for share, grid in zip(shares.unbind(), grids, strict=True):
-            mixed.addcmul_(grid.nearest(x), share)
+            mixed = torch.addcmul(mixed, grid.nearest(x), share)
         ctx.grids = grids
         ctx.save_for_backward(x, mixed)
         return mixed

@@ -238,11 +238,9 @@ def _gathered(values: Tensor, rows: list[_Row]) -> list[Tensor]:
 
 def _product(gathered: list[Tensor], rows: list[_Row]) -> Tensor:
     """The first factor of each position times what others it has."""
-    if len(rows) == 1:
-        return gathered[0]
-    result = gathered[0].clone()
+    result = gathered[0]
     for (start, _), factor in zip(rows[1:], gathered[1:], strict=True):
-        result[start:] *= factor
+        result = torch.cat([result[:start], result[start:] * factor])
     return result
 
 

@@ -55,6 +55,24 @@ def test_residuals_of_the_paper(gates):
     assert torch.allclose(found, residuals(x, 0.0, 1.9, gates), rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
+def test_compiled_a_mixture_of_grids_has_the_same_gradients():
+    def gradients(mix):
+        own = [values(-1, 1), torch.zeros(()).double(), torch.tensor([1.0, 0.6, 0.3]).double()]
+        for each in own:
+            each.requires_grad_()
+        mix(*own).pow(3).sum().backward()
+        return [each.grad for each in own]
+
+    def mix(x, theta, z):
+        return mixed(x, theta, z, weight_grids(torch.tensor([1.7]).double(), (2, 4, 8)))
+
+    compiled = torch.compile(mix, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(gradients(compiled), gradients(mix), strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("level", range(4))
 def test_gates_that_are_open_give_the_uniform_quantizer_exactly(level):
     z = torch.tensor([float(n <= level) for n in range(4)], dtype=torch.float64)

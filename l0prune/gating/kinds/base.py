@@ -172,13 +172,13 @@ def hard_sigmoid(
     learns = log_alpha.requires_grad or (isinstance(rate, Tensor) and rate.requires_grad)
     if not (learns and torch.is_grad_enabled()):
         logits = log_alpha if logistic is None else log_alpha + logistic
-        return _stretched((logits * rate).sigmoid_(), gamma, zeta)
+        return _stretched((logits * rate).sigmoid(), gamma, zeta)
     z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, gamma, zeta)
     return z
 
 
 def _stretched(s: Tensor, gamma: float, zeta: float) -> Tensor:
-    return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
+    return torch.rsub(s, gamma, alpha=gamma - zeta).clamp(0, 1)
 
 
 class _HardSigmoid(Function):
@@ -187,6 +187,9 @@ class _HardSigmoid(Function):
     It keeps s as an attribute, not as a saved tensor: autograd frees those after the first
     backward pass, while every segment of a checkpointed model makes a pass of its own through
     the one sample.
+
+    Its result is of an operation that writes into no tensor, as in every Function here: in a
+    graph of torch 2.11 what is written in place and returned has no gradient.
     """
 
     @staticmethod
@@ -200,7 +203,7 @@ class _HardSigmoid(Function):
     ) -> Tensor:
         logits = log_alpha if logistic is None else log_alpha + logistic
         ctx.logits = logits if isinstance(rate, Tensor) else None
-        ctx.s = (logits * rate).sigmoid_()
+        ctx.s = (logits * rate).sigmoid()
         ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
         return _stretched(ctx.s, gamma, zeta)
 
