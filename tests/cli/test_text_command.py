@@ -58,6 +58,7 @@ def test_the_tokenizer_is_named_where_the_model_does_not_know_it(folder, tmp_pat
     assert found(*asked, "--tokenizer", folder / "llama")["perplexity"] > 5
 
 
+@pytest.mark.slow
 def test_shrink_writes_what_transformers_loads_alone(done, folder):
     from transformers import AutoModelForCausalLM
 

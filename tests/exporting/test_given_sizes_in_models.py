@@ -152,7 +152,7 @@ def exported(inner, seed=1):
      HeadsInTheBatch, WrittenHeads, NormAndActivation],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)
     assert dense.rebuilt

@@ -319,6 +319,7 @@ class Keeping(nn.Module):
         (Keeping("kept[1]"), "kept[1] becomes something else there"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_class_that_gives_or_keeps_something_else_in_training_says_so(model, said):
     _, dense = exported(model, torch.randn(4, 6))
     assert dense.rebuilt

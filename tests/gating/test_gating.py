@@ -109,6 +109,7 @@ def test_gates_multiply_what_the_plan_says_and_nothing_else(make, example):
 
 
 @models
+@pytest.mark.one_in(2)
 def test_every_axis_learns_in_train_mode(make, example):
     model, x = make().train(), example()
     gate(model, (x,), survey=surveyed(make, example))

@@ -95,6 +95,7 @@ def test_transformers_loads_what_is_cut_so(name, settings, whole, tmp_path):
         assert config.num_hidden_layers == 1
 
 
+@pytest.mark.slow
 def test_widths_of_numbers_that_code_divides_are_those_that_it_takes(tmp_path):
     """The hidden size stays a multiple of the number of heads, which stays a divisor of 24."""
     model, _ = gated(built("llama", **LLAMA), branches=False)

@@ -118,7 +118,7 @@ def test_a_bias_whose_gradient_is_rounding_learns_the_same():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
 
@@ -212,7 +212,7 @@ VOLUMES = IMAGES[:, :, None].expand(-1, -1, 4, -1, -1)
     + [(Volumes, VOLUMES, memory) for memory in (MEMORY[0], torch.channels_last_3d)],
 )
 @pytest.mark.parametrize("kind", ["adam", "fused"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, x, memory, kind):
     """Fused optimizers refuse gradients and moments that lie otherwise than their parameter."""
     model = gated(net(), (x,)).to(memory_format=memory)

@@ -80,7 +80,7 @@ def test_a_loop_of_ones_own_is_cut_while_its_gates_stand_and_whole_in_the_end(mo
         l0prune.ungate,
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_what_wants_the_whole_model_makes_a_cut_one_whole(model, action):
     parameters, run = weights(model), started(model)
     shapes = [p.shape for p in parameters]
@@ -168,7 +168,7 @@ def test_in_an_own_loop_all_optimizers_have_to_be_known(model):
 
 @pytest.mark.parametrize("saved", [3, 8])
 @pytest.mark.parametrize("now", [0, 4, 9])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_checkpoint_of_before_the_cut_or_after_it_is_loaded_at_any_time(model, saved, now):
     other = copy.deepcopy(model)
     run = started(model)
