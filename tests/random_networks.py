@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from deadness import randomise
 from dynamic_layers import Dynamic
+from mixtures import Mixture
 from torch import Tensor, nn
+
+import l0prune
 
 Choose = Callable[[int], int]  # a number below the one given
 Step = Callable[..., Tensor]  # from the values before and the step's own layers
@@ -314,6 +317,20 @@ class Author:
         of = 2 + self.choose(3), bool(self.choose(2)), bool(self.choose(2))
         way = ("product", "einsum", "loop")[self.choose(3)]
         self.apply(number, Dynamic(inputs, outputs, *of, way))
+
+    def add_mixture(self) -> None:
+        """A mixture of experts over the channels, of which one may have been cut before."""
+        number = self.pick()
+        experts, x = 3 + self.choose(2), self.values[number].movedim(1, -1)
+        way = ("list", "einsum", "bmm")[self.choose(3)]
+        layer: nn.Module = Mixture(x.shape[-1], self.width(), experts, way)
+        if self.choose(2):
+            layer = l0prune.shrink_experts(layer, x, experts - 1, score="load").model
+        self.step(
+            f"mixture of {experts} experts or fewer on {number}",
+            lambda v, m: m(v[number].movedim(1, -1)).movedim(-1, 1),
+            layer,
+        )
 
     def add_last(self) -> None:
         """Channels last, a Linear over them, and back."""
