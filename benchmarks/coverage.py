@@ -58,7 +58,7 @@ def steps(
         yield from thread_steps.steps(name)
         return
     model, (args, kwargs), loss = zoo.build_with_loss(which, name)
-    yield {"step": "survey"}
+    yield {"step": "survey"} | ({"versions": today.versions()} if which == "today" else {})
     start = time.perf_counter()
     try:
         capture(model, args, kwargs)

@@ -23,7 +23,11 @@ the gated and the exported model, *ONNX* that between the gated model and ONNX R
 float32, both relative to the output's scale; *peak* is the whole process, export in float64 and
 ONNX included. Of the networks of *today*, *loss* says that the gated model has been trained one
 step before the cut by the loss that its library or its scripts bring, and *loaded by* what has
-loaded the smaller one from its files, with the same outputs.
+loaded the smaller one from its files, with the same outputs. Their weights are random as their
+libraries draw them, but RT-DETR's and Depth Anything's are larger (`initializer_range=0.1`), with
+which the outputs depend on the image; and ultralytics' RT-DETR has 30 queries in the place of 300,
+as of the 189 positions of a small image each would be one, in an order of scores some of which
+differ by less than float32 rounds: at 300 it is refused, and nothing could be shown.
 """
 THEIRS = """
 The columns **TP** are Torch-Pruning's ({version}) on the same models and inputs, by `python -m
@@ -74,6 +78,8 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
         f"{len(ours)} of {every} models measured: {len(exact)} exact and at parity with ONNX "
         f"Runtime, {len(refused)} refused with a reason, {rest} else.",
     ]
+    if versions := next((row["versions"] for row in ours if "versions" in row), ""):
+        parts.append(f"\nBuilt by {versions}.")
     if theirs:
         parts.append(f"\n{count(theirs)}")
     loads = any("loaded_by" in row for row in ours)

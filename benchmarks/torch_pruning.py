@@ -110,9 +110,11 @@ def _attention(model: nn.Module) -> dict[nn.Module, int]:
     """Its examples' ``num_heads``: of each projection of an attention of transformers."""
     heads = {}
     for module, projections in _attentions(model):
-        own = (getattr(module, "config", None), module)
-        count = next(getattr(o, n) for o in own for n in _HEADS if hasattr(o, n))
-        shared = getattr(own[0], "num_key_value_heads", None) or count
+        own = [module, getattr(module, "config", None)]
+        counts = [getattr(o, n, None) for o in own for n in _HEADS]  # of a backbone: of each stage
+        by_width = projections[0].out_features // getattr(module, "head_dim", 1)
+        count = next((found for found in counts if isinstance(found, int)), by_width)
+        shared = getattr(own[1], "num_key_value_heads", None) or count
         heads |= dict(zip(projections, (count, shared, shared), strict=True))
     return heads
 
