@@ -41,7 +41,7 @@ def test_a_cut_decoder_generates_what_the_gated_one_does(name):
     model, (args, kwargs) = zoo.build("transformers", f"{name}-lm")
     model.config.use_cache = True
     kind = type(model)
-    scramble(model, (args, kwargs))
+    scramble(model, (args, kwargs), branches=False)  # without one a class goes on otherwise
     assert l0prune.gates(model).plan.parts == ("",)
     dense = l0prune.export(model)
     assert type(dense.module) is kind
