@@ -225,6 +225,33 @@ def test_recurrent_layers_cost_what_the_flop_counter_says(kind, settings):
     assert l0prune.survey(model, x).macs * 2 * len(x) == flops(model, x)
 
 
+class Einsum(nn.Module):
+    """A Linear layer, and what an equation makes of it and some weights."""
+
+    def __init__(self, equation, *shapes):
+        super().__init__()
+        self.first, self.equation = nn.Linear(5, 6), equation
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x):
+        return torch.einsum(self.equation, self.first(x), *self.weights)
+
+
+@pytest.mark.skipif(torch.backends.opt_einsum.is_available(), reason="it chooses the order")
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("ni,ih,hj->nj", [(6, 4), (4, 3)]),
+        ("ni,kih->nh", [(2, 6, 4)]),
+        ("ni,ih,kj->nhkj", [(6, 4), (2, 3)]),
+        ("ni,i,ij->n", [(6,), (6, 2)]),
+    ],
+)
+def test_products_of_several_cost_what_the_flop_counter_says(equation, shapes):
+    model, x = Einsum(equation, *shapes).double(), torch.randn(2, 5).double()
+    assert l0prune.survey(model, x).macs * 2 * len(x) == flops(model, x)
+
+
 def test_a_plan_has_one_cost_model_while_someone_holds_it():
     first, second = (plan_of([3], [Cost("m", "params", 1.0, (whole([3], 0),))]) for _ in range(2))
     held = cost_of(first)

@@ -15,7 +15,7 @@ from l0prune.infer.solver import COPIES, Expr, prod
 from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from l0prune.infer.inference import Inference
 
@@ -324,8 +324,24 @@ def einsum(infer: Inference, node: Node) -> Value:
         carried = {letter for letter in output if len(where[letter]) > 1}
         batch = [dim for letter, dim in letters.items() if letter in carried]
         name_heads(infer, batch, [dim for letter, dim in letters.items() if letter not in carried])
-    infer.work(node, tuple(letters.values()))
+    for contracted in _products(inputs, output):
+        infer.work(node, tuple(dim for letter, dim in letters.items() if letter in contracted))
     return tuple(letters[letter] for letter in output)
+
+
+def _products(inputs: list[list[str]], output: list[str]) -> Iterator[set[str]]:
+    """Yield the letters of each product of two matrices that torch makes, from left to right.
+
+    A letter that one of the two has alone, and nothing after them, is summed before. Without a
+    letter to sum over, the product is taken number by number, which is no work of this kind.
+    """
+    known = {*inputs[0]}
+    for number, labels in enumerate(inputs[1:], 2):
+        later = {*output}.union(*inputs[number:])
+        summed = (known & {*labels}) - later
+        if summed:
+            yield (known | {*labels}) & (later | summed)
+        known = (known | {*labels}) & later
 
 
 def _apart(
