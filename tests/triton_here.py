@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 @functools.cache
 def why_not() -> str:
-    """Reason why Triton does not run here: an older one cannot interpret with a newer NumPy."""
+    """Reason why Triton does not run here: no GPU, and an interpreter older than NumPy, or off."""
     pytest.importorskip("triton")
     assert products.kernels() is not None
     weight, z = (torch.ones(shape, device=DEVICE, requires_grad=True) for shape in ((2, 3), 2))
@@ -27,7 +27,8 @@ def why_not() -> str:
     try:
         GatedWeights.apply(Table([line], DEVICE), z, weight)[0].sum().backward()
     except Exception as error:
-        if HAS_GPU or "0-dimensional arrays" not in str(error):
+        known = ("0-dimensional arrays", "0 active drivers")  # of its interpreter, or without one
+        if HAS_GPU or not any(each in str(error) for each in known):
             raise
-        return f"this Triton's interpreter does not run with this NumPy: {error}"
+        return f"Triton does not run here: {error}"
     return ""

@@ -13,7 +13,6 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CaptureError, UsageError
-from l0prune.exporting.result import Export
 
 
 class Stem(nn.Module):
@@ -125,7 +124,7 @@ def test_a_part_whose_name_is_no_file_name_is_written_beside_the_others(tmp_path
     model = detector()
     piece = l0prune.export(l0prune.gate(model, (torch.stack(images()),))).pieces[0]
     for path in ("layers.a/b", "layers./etc/x", "layers.a\\b"):
-        file = Export._file_of(replace(piece, path=path), tmp_path / "model.onnx")
+        file = replace(piece, path=path).file_of(tmp_path / "model.onnx")
         assert file.parent == tmp_path
         assert file.name.startswith("model.layers.")
 

@@ -46,7 +46,7 @@ def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch)
         module.run, "finetune", lambda model, task, **_: seen.update(learned=task.train)
     )
     l0prune.shrink(model, inputs, "macs=0.7", recover=1)
-    learned = torch.cat([each["input"] for each, _ in seen["learned"]])
+    learned = torch.cat([each["input"].cpu() for each, _ in seen["learned"]])
     held = torch.cat([each["input"] for each in seen["judged"]])
     assert len(learned) + len(held) == 200
     assert not (learned[:, None] == held).flatten(2).all(2).any()

@@ -133,8 +133,8 @@ def test_a_model_that_becomes_several_files_is_refused(tmp_path):
 def test_files_that_differ_by_more_than_sizes_are_refused_with_the_place(tmp_path, monkeypatch):
     """Here some keep all 72 inputs of a Linear, so that they have no Gather."""
     compared = {2: [[6, 5, 72], [7, 6, 40]], 1: [[5, 7, 72]]}
-    telling = lambda plan, count, seed=0: compared[count]  # noqa: E731
-    monkeypatch.setattr("l0prune.timing.network_files.telling_widths", telling)
+    widths = lambda plan, count, seed=0: compared[count]  # noqa: E731
+    monkeypatch.setattr("l0prune.timing.network_files.distinguishing_widths", widths)
     where = r"not all have the Gather in 3\).*--exclude"
     with pytest.raises(UsageError, match=where):
         NetworkFiles(gated_inputs(), 1, tmp_path)
