@@ -345,7 +345,7 @@ class _Gone:
         return _outermost(
             path
             for path, of in self.modules.items()
-            if of & self.joins and _keeps_shape(of)
+            if of & self.joins and _keeps_shape(of, self.dead)
             if all(node in nothing or _is_handed_on(node) for node in of)
         )
 
@@ -443,11 +443,11 @@ def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
                 yield user
 
 
-def _keeps_shape(nodes: Set[Node]) -> bool:
-    """Check that what a module gives is of the shape of something that it takes."""
+def _keeps_shape(nodes: Set[Node], dead: Set[Node]) -> bool:
+    """Check that what a module gives, but for what is dead, has a shape that it takes."""
     taken = {each for node in nodes for each in node.all_input_nodes} - nodes
     shapes = [shape_of(each) for each in taken]
-    given = (node for node in nodes if not node.users.keys() <= nodes)
+    given = (node for node in nodes - dead if not node.users.keys() <= nodes)
     return all(shape_of(node) in shapes for node in given)
 
 
