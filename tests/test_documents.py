@@ -1,6 +1,7 @@
 """What README, docs and CONTRIBUTING point at is there, and the site builds."""
 
 import ast
+import copy
 import importlib
 import importlib.util
 import re
@@ -242,6 +243,7 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
         scope = _with_a_network()
         args = (scope["example"],)
         scope["inputs"] = torch.randn(32, *scope["example"].shape[1:])
+        scope["network"] = copy.deepcopy(scope["model"])
     if '"model.onnx")' in code and "save_onnx" not in code:
         torch.onnx.export(scope["model"], args, "model.onnx", dynamo=True)
     data = (scope["loader"], scope["loader"])

@@ -65,6 +65,16 @@ below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 """Decorator: torch.compile breaks the graph here. ``torch.compiler.disable`` loads the compiler."""
 
+
+def constant_for_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function to be called while torch.compile traces, and its result as a constant.
+
+    ``torch.compiler.assume_constant_result`` does it, and loads the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 no_torch_function = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a tensor subclass that leaves all to ``__torch_dispatch__``."""
 

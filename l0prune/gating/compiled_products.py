@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from l0prune.capture.compat import filled
+from l0prune.capture.compat import constant_for_compiler, filled
 from l0prune.gating import products
 from l0prune.gating.multipliers import LINK, GateValues
 from l0prune.gating.products import Made, autocast_dtype, is_joined
@@ -153,17 +153,17 @@ class CompiledProducts:
             found |= {id(w): (w, None, made) for w, made in zip(own, of_own, strict=True)}
         return found
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compiler
     def act(self, device: torch.device) -> bool:
         """Return whether the kernels run on the device, and for a graph that trains alone."""
         return products.runs_on(device) and not (torch.compiler.is_exporting() or is_joined())
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compiler
     def places(self) -> tuple[tuple[str, str], ...]:
         """Return path of the module and attribute of each gated tensor."""
         return tuple((path, leaf) for path, _, leaf in (n.rpartition(".") for n in self._sites))
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compiler
     def launches(
         self, forms: tuple[Form, ...], device: torch.device, of_z: torch.dtype
     ) -> tuple[Launch, ...]:

@@ -267,6 +267,19 @@ def test_the_compiler_leaves_out_what_is_marked():
     assert seen == [False]
 
 
+def test_the_compiler_calls_what_is_constant_while_it_traces():
+    seen = []
+
+    @compat.constant_for_compiler
+    def number():
+        seen.append(torch.compiler.is_compiling())
+        return 3
+
+    compiled = torch.compile(lambda x: x * number(), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(())).item() for _ in range(2)] == [3, 3]
+    assert len(seen) == 1
+
+
 def test_ddp_leaves_tensors_alone_and_the_first_process_to_set_a_key_wins(tmp_path):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
