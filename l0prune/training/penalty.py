@@ -214,7 +214,7 @@ def penalty(
             ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis names.
         n: N, the number of training examples, over which the loss is a mean.
         counting: ``"joint"``: a weight is there if the gates on all its sides are open, which is
-            exact, and pays the mean λ of its axes. ``"groups"``: each gate pays for its own |g|
+            exact, and pays the mean λ of its axes. ``"groups"``: each gate pays for its own ``|g|``
             weights, at the λ of its axis, whatever the others do (eq. 16 of the paper).
         l2: strength of the expected L2 penalty (eq. 15, 17): ½·l2·Σ P(weight is there)·W² over the
             trainable parameters W, as they are before gates multiply them.
