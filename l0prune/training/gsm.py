@@ -39,10 +39,14 @@ def default_decay(rate: float, momentum: float, steps: int) -> float:
 
 
 def with_defaults(settings: Settings, steps: int) -> Settings:
-    """Settings with the momentum of the paper, and a decay for so many steps, unless given."""
+    """Settings with the momentum of the paper and a decay, unless given.
+
+    What the loss reaches as long as the budget's target sinks has the rest of so many steps to go
+    to zero.
+    """
     given = settings.model_fields_set
     momentum = settings.momentum if "momentum" in given else MOMENTUM
-    decay = default_decay(settings.lr, momentum, steps)
+    decay = default_decay(settings.lr, momentum, round(steps * (1 - settings.ramp)))
     decay = settings.weight_decay if "weight_decay" in given else decay
     return settings.model_copy(update={"momentum": momentum, "weight_decay": decay})
 
