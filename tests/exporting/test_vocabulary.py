@@ -1,6 +1,7 @@
 """Cut vocabularies: logits of the tokens that stay are those of the whole model."""
 
 import copy
+import random
 
 import onnxruntime
 import pytest
@@ -53,6 +54,49 @@ class Recurrent(nn.Module):
         return logits.view(batch, length, self.tokens)
 
 
+class Stage(nn.Module):
+    """One step of a random language model. Shape: ``(n, length, 12)``, and so the result."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(12, 20), nn.Linear(20, 12)
+        self.norm = nn.LayerNorm(12)
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+        self.recurrent = nn.LSTM(12, 12, batch_first=True)
+        self.along = nn.Conv1d(12, 12, 3, padding=1)
+
+    def forward(self, x):
+        if self.kind == "recurrent":
+            return self.recurrent(x)[0]
+        if self.kind == "attention":
+            return x + self.attention(*[self.norm(x)] * 3, need_weights=False)[0]
+        if self.kind == "along":
+            return torch.relu(self.along(x.transpose(1, 2))).transpose(1, 2)
+        return self.norm(x + self.second(torch.tanh(self.first(x))))
+
+
+class RandomLanguage(nn.Module):
+    """Tied or not, with a bias or not, with a table that is scaled and one of positions or not."""
+
+    def __init__(self, draw):
+        super().__init__()
+        kinds = draw.choices(("recurrent", "attention", "along", "mlp"), k=draw.randint(1, 4))
+        self.table = nn.Embedding(40, 12, padding_idx=draw.choice((None, 1)))
+        self.stages = nn.Sequential(*map(Stage, kinds))
+        self.head = nn.Linear(12, 40, bias=draw.random() < 0.5)
+        if draw.random() < 0.5:
+            self.head.weight = self.table.weight
+        self.scale = draw.choice((1.0, 12**0.5))
+        self.positions = nn.Embedding(16, 12) if draw.random() < 0.5 else None
+
+    def forward(self, ids):
+        x = self.table(ids) * self.scale
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.stages(x))
+
+
 def logits(model, ids):
     with torch.no_grad():
         found = model(ids)
@@ -99,6 +143,24 @@ def test_a_model_of_a_users_own_class(inputs):
     assert_exact(model, result)
     assert torch.equal(small.table.weight, model.table.weight[KEPT])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.one_in(20)
+def test_random_language_models(seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    model = RandomLanguage(draw).eval()
+    chosen = draw.sample(WORDS[5:], draw.randint(1, 30))
+    result = l0prune.shrink_vocabulary(model, words(), text=" ".join(chosen))
+    kept = result.kept.tolist()
+    assert {*kept} == {WORDS.index(word) for word in (*chosen, *SPECIAL)}
+    old = torch.tensor(kept)[torch.randint(len(kept), (3, 7))]
+    whole, small = copy.deepcopy(model).double(), copy.deepcopy(result.model).double()
+    expected = logits(whole, old)[..., kept]
+    found = logits(small, result.new_ids(old))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert (small.head.weight is small.table.weight) == (model.head.weight is model.table.weight)
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
