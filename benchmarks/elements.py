@@ -67,12 +67,15 @@ def main() -> None:
     parser.add_argument("--dense-epochs", type=int, default=4)
     parser.add_argument("--ramp", type=float, default=0.6)
     parser.add_argument("--lr", type=float, default=0.03, help="of the weights")
+    parser.add_argument("--weight-decay", type=float, help="of gsm; by default for these steps")
     parser.add_argument("--distill", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "elements")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = l0prune.load_data("mnist")
     settings = {name: getattr(options, name) for name in ("epochs", "ramp", "lr", "distill")}
+    if options.weight_decay is not None:
+        settings["weight_decay"] = options.weight_decay
     print("| network | penalty | weights not zero | error | params | error of the paper |")
     print("|---" * 6 + "|")
     for name in options.networks:
