@@ -1,4 +1,4 @@
-"""What a captured graph asserts of its values: nodes that nothing else reads."""
+"""Assertions of a captured graph about its values: nodes that nothing else reads."""
 
 from __future__ import annotations
 

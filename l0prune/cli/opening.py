@@ -1,4 +1,4 @@
-"""What a command is given, opened: models, example inputs, data, tokenizers, tables of times."""
+"""Inputs of a command, opened: models, example inputs, data, tokenizers, tables of times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of an export, as values and as people see them."""
+"""Outcome of an export: its values, and how they are shown."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from l0prune.plan.numbers import THREADS, check_whole
 
 
 class Export(Outcome):
-    """What came of an export, and the programs and files that are made of it."""
+    """Outcome of an export, and the programs and files that are made of it."""
 
     @property
     @one_at_a_time()

@@ -44,6 +44,7 @@ def quantized_layers(captured: Captured, model: nn.Module, *, sums: bool = True)
 class _Finder:
     def __init__(self, captured: Captured, model: nn.Module) -> None:
         self._captured, self._model = captured, model
+        self._inside = {node: modules_of(node) for node in captured.graph.nodes}
         self._bounds: list[tuple[float, float]] = []
         self._points: dict[Node, int] = {}  # by the value
         self._clips: set[Node] = set()
@@ -167,11 +168,12 @@ class _Finder:
         """Return the path of a module that is called once and returns this value alone."""
         if any(user.op == "output" for user in node.users):
             return None
-        for path in reversed(modules_of(node)):
+        inside = self._inside
+        for path in reversed(inside[node]):
             leaving = [
                 each
-                for each in self._captured.graph.nodes
-                if path in modules_of(each) and any(path not in modules_of(u) for u in each.users)
+                for each, paths in inside.items()
+                if path in paths and any(path not in inside[user] for user in each.users)
             ]
             if path and leaving == [node]:
                 return path
