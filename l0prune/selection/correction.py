@@ -49,11 +49,22 @@ class ObservedChoice:
         """The largest part of what a bound allows that was seen; above 1 where it is not met."""
         return max((found / bound.most for bound, found in self.seen.items()), default=1.0)
 
+    @property
+    def predicted(self) -> float:
+        """The largest part of what a bound allows that was predicted of this choice."""
+        return max(bound.actual(self.open_) / bound.most for bound in self.seen)
+
     def is_better(self, other: ObservedChoice) -> bool:
-        """Return whether this choice meets its bounds and uses more, or exceeds them by less."""
+        """Return whether this choice meets its bounds and keeps more, or exceeds them by less.
+
+        What is predicted to take more keeps more. What is seen does not tell: of two choices that
+        meet a bound, the one that keeps more may well be the quicker one.
+        """
         if (self.fullest <= 1) != (other.fullest <= 1):
             return self.fullest <= 1
-        return self.fullest > other.fullest if self.fullest <= 1 else self.fullest < other.fullest
+        if self.fullest > 1:
+            return self.fullest < other.fullest
+        return self.predicted > other.predicted
 
 
 class _Between:

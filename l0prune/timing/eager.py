@@ -26,8 +26,7 @@ from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.timing.facts import NodeFacts, number_of
-from l0prune.timing.network_files import check_single_network
-from l0prune.timing.sizes import SizeFinder
+from l0prune.timing.sizes import SizeFinder, check_single_network
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 HALVES = {torch.float16, torch.bfloat16}

@@ -38,24 +38,12 @@ from l0prune.timing.sizes import (
     SizeFinder,
     Widths,
     all_slots,
+    check_single_network,
     distinguishing_widths,
     sampled_widths,
     slots_of,
 )
 from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common_template
-
-
-def check_single_network(parts: Sequence[str]) -> None:
-    """Refuse a model of which there are several networks, one for each of these modules' paths."""
-    if len(parts) == 1:
-        return
-    paths = ", ".join(map(repr, parts[:3]))
-    raise UsageError(
-        f"this model becomes {len(parts)} networks ({paths}, …), since it could only be captured "
-        "in parts: there is no one time of it. Gate and measure one of these submodules, or mend "
-        "what the survey names as the reason"
-    )
-
 
 Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
 """Another file made of one, given inputs of it."""

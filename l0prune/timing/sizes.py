@@ -14,10 +14,24 @@ from operator import ge
 import torch
 from torch import Tensor
 
+from l0prune.errors import UsageError
 from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import without_switches
 from l0prune.selection.fitting import beside_maps
+
+
+def check_single_network(parts: Sequence[str]) -> None:
+    """Refuse a model of which there are several networks, one for each of these modules' paths."""
+    if len(parts) == 1:
+        return
+    paths = ", ".join(map(repr, parts[:3]))
+    raise UsageError(
+        f"this model becomes {len(parts)} networks ({paths}, …), since it could only be captured "
+        "in parts: there is no one time of it. Gate and measure one of these submodules, or mend "
+        "what the survey names as the reason"
+    )
+
 
 Numbers = tuple[int, ...]
 """One number in each of the files that are compared."""
@@ -158,6 +172,7 @@ _MOST = 7  # networks by which dims are told apart
 _NARROWEST = 0.1  # of an axis, in samples
 _STEPS = (8, 16, 32)  # what runtimes like widths to be multiples of
 _ALIGNED = (0.0, 0.5, 1.0)
+_WHOLE = (0.0, 0.5)  # shares of the axes that are not cut
 Widths = list[int]
 """The number of open slots of each axis."""
 
@@ -205,22 +220,26 @@ def _fewer(axis: Axis, generator: torch.Generator) -> int:
 def sampled_widths(
     plan: Plan, seed: int = 0, aligned: Sequence[float] = _ALIGNED
 ) -> Iterator[Widths]:
-    """Yield random widths without end.
+    """Yield the widths of the dense network, then random ones without end.
 
-    The share of axes whose widths are whole blocks is in turns one of ``aligned``.
+    The share of axes whose widths are whole blocks is in turns one of ``aligned``. Of every other
+    network half of the axes are not cut: a fast path may ask for what many of them have together,
+    and most budgets leave many axes as they are.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform() -> float:
         return float(torch.rand((), generator=generator))
 
-    for share in cycle(aligned):
+    yield [axis.size for axis in plan.axes]
+    for share, whole in zip(cycle(aligned), cycle(_WHOLE), strict=False):
         widths = []
         for axis in plan.axes:
             wanted = axis.size * (_NARROWEST + (1 - _NARROWEST) * uniform())
             step = _STEPS[int(uniform() * len(_STEPS))] if uniform() < share else 1
             step = step if step < axis.size else 1
-            widths.append(min(axis.size, max(1, step, round(wanted / step) * step)))
+            width = min(axis.size, max(1, step, round(wanted / step) * step))
+            widths.append(axis.size if whole and uniform() < whole else width)
         yield widths
 
 

@@ -112,7 +112,7 @@ class Counting:
         self.bound, self.most = bound, {bound: bound.most}
 
     def choose(self, start, *, fill):
-        open_ = torch.arange(len(start)) < int(self.most[self.bound])
+        open_ = start & (torch.arange(len(start)) < int(self.most[self.bound]))
         return SlotChoice(open_, open_)
 
 
@@ -157,3 +157,17 @@ def test_what_fails_leaves_the_gates_as_they_were(observed, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         l0prune.fit(model, "stairs=0.5")
     assert torch.equal(l0prune.gates(model).log_alpha.detach(), before)
+
+
+def test_of_two_choices_that_meet_a_bound_the_one_that_keeps_more_is_taken():
+    """Beyond 600 slots much less is seen than predicted, so that more slots are quicker."""
+    bound = Slots()
+
+    def observe(open_):
+        count = bound.actual(open_)
+        return {bound: count * (0.8 if count <= 600 else 0.5)}
+
+    start = torch.arange(1000) < 700
+    choice, tried = corrected(Counting(bound), start, observe, fill=True)
+    assert [bound.actual(each.open_) for each in tried] == [500, 625, 700]
+    assert choice is tried[-1]

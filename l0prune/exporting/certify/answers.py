@@ -179,7 +179,7 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
     The next one draws the same random numbers, if it draws any.
     """
-    with torch.no_grad(), same_draws(model):
+    with torch.no_grad(), same_draws(model), _exact_products():
         return call(lent(model), cast(given, None, device_of(model)))
 
 
