@@ -24,7 +24,7 @@ from l0prune.data import Data
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
-from l0prune.training import gsm, phases, shrinkage
+from l0prune.training import phases, shrinkage
 from l0prune.training.start import ScoringBudget
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -162,9 +162,6 @@ def penalised(model: nn.Module, share: float, job: Job, penalty: str) -> Cut:
     """A penalty on the weights of slots in place of gates; from all slots, without a score."""
     l0prune.gate(model, (job.example(),), branches=False)
     begins, own = (1.0 + share) / 2, {"budget": f"macs={share}", "penalty": penalty}
-    if penalty == "gsm":  # its decay is that of so many steps, not the one of all others
-        steps = job.first(begins) * job.steps
-        own["weight_decay"] = gsm.default_decay(job.optimizer["lr"], gsm.MOMENTUM, steps)
     return with_gates(model, job, begins, **own)
 
 
@@ -190,7 +187,10 @@ def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) 
     first = job.first(share)
     whole = macs(model, job.example())
     settings |= {"settle": SETTLE * first, "schedule": "settle"}
-    run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
+    how = job.settings("finetune", first, **settings)
+    if settings.get("penalty") == "gsm":  # whose decay goes by the steps that it has
+        del how["weight_decay"]
+    run = l0prune.finetune(model, job.data, **how)
     is_leaned = settings.get("start", "auto") != "alike" and "penalty" not in settings
     looked = _looked(model, (1 - SETTLE) * first, job) if is_leaned else 0.0
     spent = first * job.cost(run.records[-1]["training_macs"]) + looked

@@ -1,6 +1,7 @@
 """What a number is the size of, found by what it is in networks of several widths."""
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from l0prune.timing.sizes import (
     all_slots,
     constant,
     distinguishing_widths,
+    sampled_widths,
     slots_of,
 )
 
@@ -99,3 +101,12 @@ def test_axes_are_told_apart_wherever_that_is_possible(sizes, count, seed):
     assert all(1 <= width <= size for size, *widths in keys for width in widths)
     assert all(width < size for size, *widths in keys if size > 1 for width in widths)
     assert torch.stack([slots_of(Plan(axes, (), {}, (), ()), w) for w in drawn]).any()
+
+
+def test_samples_begin_with_the_dense_network_and_every_other_one_leaves_axes_whole():
+    first, *others = islice(sampled_widths(PLAN), 201)
+    assert first == [24, 24]
+    whole = [sum(width == 24 for width in widths) / 2 for widths in others]
+    assert sum(whole[1::2]) / 100 == pytest.approx(0.5, abs=0.1)
+    assert sum(whole[::2]) / 100 < 0.2  # by chance, and where blocks are as large
+    assert len({tuple(widths) for widths in others}) > 80
