@@ -23,7 +23,7 @@ class Stairs(SumOfTerms):
     looked = 0
 
     def __init__(self, plan):
-        costs = [Cost(c.owner, "stairs", c.scale, c.dims) for c in plan.costs if c.unit == "macs"]
+        costs = [Cost(c.owner, self.name, c.scale, c.dims) for c in plan.costs if c.unit == "macs"]
         super().__init__(plan, CostModel(plan, costs))
 
     def actual(self, open_, through=None):
@@ -35,7 +35,7 @@ class Stairs(SumOfTerms):
             filled = torch.zeros(axis.size, dtype=torch.float64)
             filled[:wide] = 1
             kept[axis.slice] = filled
-        return self.costs.amount(kept, "stairs", through) * (1 + 0.5 * misses)
+        return self.costs.amount(kept, self.name, through) * (1 + 0.5 * misses)
 
     def dense(self, through=None):
         return self.actual(torch.ones(self.plan.size, dtype=torch.bool), through)

@@ -135,3 +135,33 @@ def test_what_a_budget_opens_in_blocks_is_asked_for_by_its_scores():
     for axis in gates.axes:
         assert found.filling.get(axis.name, 0) < BLOCK
         assert int(axis.open.sum()) % BLOCK == 0 or bool(axis.open.all())
+
+
+class Cliff(Stairs):
+    """Twice as much wherever a width is not whole: a fast path that asks for all of an axis."""
+
+    name = "cliff"
+
+    def actual(self, open_, through=None):
+        kept = self.plan.kept(open_).double()
+        misses = sum(0 < int(kept[axis.slice].sum()) < axis.size for axis in self.plan.axes)
+        macs = self.costs.amount(kept, self.name, through)
+        return macs * 2**misses
+
+    def blocks(self):
+        return [1] * len(self.plan.axes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_axis_is_cut_where_that_takes_more(seed):
+    with registered(Cliff):
+        model = gated(random_scores(seed, SIZE))
+        l0prune.fit(model, "cliff=0.9")
+    gates = l0prune.gates(model)
+    measure = Cliff(gates.plan)
+    now = measure.actual(gates.open())
+    assert now <= 0.9 * measure.dense()
+    for axis in gates.axes:
+        whole = gates.open()
+        whole[axis.slice] = True
+        assert axis.open.all() or measure.actual(whole) > now
