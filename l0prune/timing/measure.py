@@ -29,6 +29,7 @@ from l0prune.timing.table import LatencyTable, Quality, Setting
 
 _HELD_OUT = 4  # one sample in so many says how well the others predict
 _BLOCK = 16  # of the widths that the smooth times are fitted to
+_BAND = 1.2  # within which node times together stray from a multiple of the networks'
 FEWEST, SAMPLES = 12, 48
 Progress = Callable[[int, int], None]
 
@@ -72,10 +73,11 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     beside = np.array([collect.typical(each["dense"]) for each in timed])
     dense = float(np.median(beside))
     drift = dense / beside
-    whole = np.array([collect.typical(each["own"]) for each in timed]) * drift
+    own = np.array([collect.typical(each["own"]) for each in timed])
+    whole = own * drift
     nodes = [
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
-        for each, factor in zip(timed, drift, strict=True)
+        for each, factor in zip(timed, drift * _strayed(timed, own), strict=True)
     ]
     facts = parsed(FACTS, about["nodes"])
     groups = groups_of(facts, nodes)
@@ -97,6 +99,18 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         quality=_quality(groups, samples, beside),
         samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
     )
+
+
+def _strayed(timed: Sequence[Mapping[str, Any]], own: Numbers) -> Numbers:
+    """Return a factor on each network's node times: 1 but where the machine changed before them.
+
+    All nodes together, as they are profiled, take some multiple of the network's time, which is
+    much the same for all widths. What is far from it was profiled at another speed of the machine.
+    """
+    multiples = np.array([sum(each["nodes"].values()) for each in timed]) / own
+    off = multiples / np.median(multiples)
+    factors: Numbers = off.clip(1 / _BAND, _BAND) / off
+    return factors
 
 
 def _check(timed: Sequence[Mapping[str, Any]]) -> None:

@@ -67,6 +67,23 @@ def test_it_says_what_it_is_of(table):
     assert "1 thread, batch 1" in str(table)
 
 
+def test_nodes_profiled_at_another_speed_of_the_machine_count_as_the_others(model, folder, table):
+    plan = l0prune.gates(model).plan
+
+    def table_if(faster, slower):
+        results = json.loads((folder / "results.json").read_bytes())
+        names = results["about"]["samples"]
+        for name, factor in ((names[2], 1 / faster), (names[5], slower)):
+            nodes = results["samples"][name]["nodes"]
+            results["samples"][name]["nodes"] = {node: ms * factor for node, ms in nodes.items()}
+        return table_of(plan, results)
+
+    expected, found = table_if(3, 3), table_if(8, 20)
+    everything = torch.ones(plan.size, dtype=torch.bool)
+    assert found.of(plan).actual(everything) == pytest.approx(expected.of(plan).actual(everything))
+    assert found.quality.median == pytest.approx(expected.quality.median)
+
+
 def test_a_second_call_takes_what_was_timed(model, folder, table):
     before = (folder / "results.json").read_bytes()
     again = l0prune.measure(model, samples=SAMPLES, folder=folder)
