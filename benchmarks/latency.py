@@ -94,7 +94,8 @@ def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(model, Path(folder))
         ratios = []
-        for widths in islice(sampled_widths(gates.plan, seed=99, aligned=(0.0, 1.0)), UNSEEN):
+        drawn = sampled_widths(gates.plan, seed=99, aligned=(0.0, 1.0))
+        for widths in islice(drawn, 1, UNSEEN + 1):  # the first is the dense network
             open_ = slots_of(gates.plan, widths)
             share, _ = bench.share(bench.files.write("unseen.onnx", gates.plan.kept(open_)))
             ratios.append(measure.actual(open_) / table.dense / share)

@@ -161,8 +161,7 @@ def learned(
 def penalised(model: nn.Module, share: float, job: Job, penalty: str) -> Cut:
     """A penalty on the weights of slots in place of gates; from all slots, without a score."""
     l0prune.gate(model, (job.example(),), branches=False)
-    begins, own = (1.0 + share) / 2, {"budget": f"macs={share}", "penalty": penalty}
-    return with_gates(model, job, begins, **own)
+    return with_gates(model, job, (1.0 + share) / 2, budget=f"macs={share}", penalty=penalty)
 
 
 def _at_once(share: float) -> float:

@@ -8,7 +8,7 @@ close together, for widths in whole multiples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil, lcm
 from typing import Literal, NamedTuple
 
@@ -212,30 +212,33 @@ class Fitting:
         """
         if all(bound.measure.blocks() is None for bound in self._bounds):
             return start
-        chosen = start
-        for number, axis in enumerate(self._plan.axes):
-            width = int(chosen.open_[axis.slice].sum())
-            is_cut = 0 < width < axis.size and bool(self._moves[axis.slice].all())
-            if not is_cut or axis.kind in (KIND, BITS):
-                continue
-            for wide in (axis.size, *(ceil(width / block) * block for block in _WHOLE_BLOCKS)):
-                if width < wide <= axis.size:
-                    wider = chosen.open_.clone()
-                    self._open_best(wider, number, wide)
-                    tried = SlotChoice(self._rounded(wider), chosen.asked)
-                    if self._takes_no_more(tried, chosen):
-                        chosen = tried
-                        break
+        chosen, limits = start, self._limits(start)
+        for number in range(len(self._plan.axes)):
+            for wider in self._wider(chosen, number):
+                if all(bound.actual(wider.open_) <= most for bound, most in limits.items()):
+                    chosen, limits = wider, self._limits(wider)
+                    break
         return chosen
 
-    def _takes_no_more(self, wider: SlotChoice, chosen: SlotChoice) -> bool:
-        """Return whether a choice meets all bounds, and those whose amounts go in steps for less
-        or the same.
-        """
-        stepped = (bound for bound in self._bounds if bound.measure.blocks() is not None)
-        return all(self._meets(bound, wider) for bound in self._bounds) and all(
-            bound.actual(wider.open_) <= bound.actual(chosen.open_) for bound in stepped
-        )
+    def _limits(self, chosen: SlotChoice) -> dict[Bound, float]:
+        """Return the most of each bound that a wider choice may take: now, of what goes in steps."""
+        return {
+            bound: most if bound.measure.blocks() is None else bound.actual(chosen.open_)
+            for bound, most in self.most.items()
+        }
+
+    def _wider(self, chosen: SlotChoice, number: int) -> Iterator[SlotChoice]:
+        """Yield choices with an axis that is cut as a whole, or up to whole blocks."""
+        axis = self._plan.axes[number]
+        width = int(chosen.open_[axis.slice].sum())
+        may_widen = 0 < width < axis.size and bool(self._moves[axis.slice].all())
+        if not may_widen or axis.kind in (KIND, BITS):
+            return
+        for wide in (axis.size, *(ceil(width / block) * block for block in _WHOLE_BLOCKS)):
+            if width < wide <= axis.size:
+                open_ = chosen.open_.clone()
+                self._open_best(open_, number, wide)
+                yield SlotChoice(self._rounded(open_), chosen.asked)
 
     def _closed_with(self, slot: int) -> Tensor:
         """Return the slots that stay closed where this one does, for one share of its group.

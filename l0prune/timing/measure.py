@@ -77,7 +77,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     whole = own * drift
     nodes = [
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
-        for each, factor in zip(timed, drift * _strayed(timed, own), strict=True)
+        for each, factor in zip(timed, drift * _profile_scale(timed, own), strict=True)
     ]
     facts = parsed(FACTS, about["nodes"])
     groups = groups_of(facts, nodes)
@@ -101,7 +101,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     )
 
 
-def _strayed(timed: Sequence[Mapping[str, Any]], own: Numbers) -> Numbers:
+def _profile_scale(timed: Sequence[Mapping[str, Any]], own: Numbers) -> Numbers:
     """Return a factor on each network's node times: 1 but where the machine changed before them.
 
     All nodes together, as they are profiled, take some multiple of the network's time, which is
