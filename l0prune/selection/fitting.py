@@ -221,7 +221,7 @@ class Fitting:
         return chosen
 
     def _limits(self, chosen: SlotChoice) -> dict[Bound, float]:
-        """Return the most that a wider choice may take: what is taken now, of what goes in steps."""
+        """Return the most that a wider choice may take: of what goes in steps, as much as now."""
         return {
             bound: most if bound.measure.blocks() is None else bound.actual(chosen.open_)
             for bound, most in self.most.items()
