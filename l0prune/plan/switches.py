@@ -167,13 +167,3 @@ def switches_of(plan: Plan) -> Tensor:
     for axis in plan.axes:
         result[axis.slice] = axis.kind == KIND
     return result
-
-
-def switches_by_module(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the axes that switch all work of a module off, by its path."""
-    numbers = {axis.name: number for number, axis in enumerate(plan.axes) if axis.kind == KIND}
-    found: dict[str, tuple[int, ...]] = {}
-    for branch in plan.branches:
-        for path in branch.modules if branch.name in numbers else ():
-            found[path] = (*found.get(path, ()), numbers[branch.name])
-    return found

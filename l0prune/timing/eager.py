@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +25,7 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
-from l0prune.timing.facts import NodeFacts, number_of
+from l0prune.timing.facts import INPUT, NodeFacts, number_of
 from l0prune.timing.sizes import SizeFinder, check_single_network
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -265,17 +265,30 @@ def facts_of(
 ) -> tuple[list[str], list[NodeFacts]]:
     """Return the names of nodes that all networks of the finder's widths have, and their facts."""
     names = [name for name in found[0].seen if all(name in each.seen for each in found)]
-    return names, [_facts([each.seen[name] for each in found], finder) for name in names]
+    numbers = {name: number for number, name in enumerate(names)}
+    return names, [_facts([each.seen[n] for each in found], finder, numbers) for n in names]
 
 
-def _facts(alike: Sequence[TimedNode], finder: SizeFinder) -> NodeFacts:
+def _facts(alike: Sequence[TimedNode], finder: SizeFinder, numbers: Mapping[str, int]) -> NodeFacts:
     """Return the facts of one node in several networks."""
     columns = zip(*(seen.shapes for seen in alike), strict=False)
     same = (shapes for shapes in columns if len({len(shape) for shape in shapes}) == 1)
     monomials = dict.fromkeys(map(finder.monomial, same))
     node = alike[0].node
     name = str(node.target).removeprefix("aten.").partition(".")[0]
-    return NodeFacts(name, without_call(module_of(node)), True, None, tuple(monomials))
+    reads = tuple(dict.fromkeys(_reads(node, numbers)))
+    return NodeFacts(name, without_call(module_of(node)), True, reads, tuple(monomials))
+
+
+def _reads(node: Node, numbers: Mapping[str, int]) -> Iterator[int]:
+    """Yield the numbers of the operators that a node reads, through those that have none."""
+    for read in node.all_input_nodes:
+        if read.name in numbers:
+            yield numbers[read.name]
+        elif read.op == "placeholder":
+            yield INPUT
+        else:
+            yield from _reads(read, numbers)
 
 
 class Compiled(Eager):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, TypeAdapter
 
-from l0prune.plan.branch import KIND
+from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.layout import Layout, to_json
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import without_switches
@@ -42,17 +42,23 @@ class NodeFacts:
     Attributes:
         owner: path of the module whose code it is from, if that is known.
         has_weights: whether it reads a tensor of two or more dims.
-        before: number of the last node that it reads, or None.
+        reads: numbers of the nodes that it reads, and ``INPUT`` where it reads the network's.
         monomials: how many numbers it reads and writes, as products of layouts, but for factors.
     """
 
     operator: str
     owner: str
     has_weights: bool
-    before: int | None
+    reads: tuple[int, ...]
     monomials: tuple[Monomial, ...]
 
+    @property
+    def before(self) -> int:
+        """The number of the last node that it reads; ``INPUT`` for none."""
+        return max(self.reads, default=INPUT)
 
+
+INPUT = -1
 FACTS = TypeAdapter(list[NodeFacts])
 
 
@@ -71,6 +77,7 @@ def _printable(text: str) -> str:
     return text
 
 
+_SUMS = ("Add", "Sum", "add", "add_")  # of ONNX and torch
 Name = Annotated[str, AfterValidator(_printable)]
 
 
@@ -83,12 +90,14 @@ class Group:
         operator: of the first that has weights, or of the first.
         nodes: their numbers.
         monomials: how many numbers they read and write, but for factors; the constant first.
+        branches: names of those without any of which the nodes are not there.
     """
 
     owner: Name
     operator: Name
     nodes: tuple[Name, ...]
     monomials: tuple[Monomial, ...]
+    branches: tuple[Name, ...] = ()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -100,7 +109,9 @@ class Group:
         return sum(times.get(node, 0.0) for node in self.nodes)
 
 
-def groups_of(facts: Sequence[NodeFacts], samples: Sequence[Times]) -> tuple[Group, ...]:
+def groups_of(
+    facts: Sequence[NodeFacts], samples: Sequence[Times], branches: Sequence[Branch] = ()
+) -> tuple[Group, ...]:
     """The groups, in the order of the nodes, without those that take no time.
 
     Some nodes are fused into others at some widths. A node without weights that was not seen in
@@ -111,7 +122,7 @@ def groups_of(facts: Sequence[NodeFacts], samples: Sequence[Times]) -> tuple[Gro
     leader = list(range(len(facts)))
     for number, node in enumerate(facts):
         before = node.before
-        if before is None or node.has_weights:
+        if before == INPUT or node.has_weights:
             continue
         is_hidden = facts[before].has_weights and seen[before] < len(samples)
         if seen[number] < len(samples) or is_hidden:
@@ -119,16 +130,54 @@ def groups_of(facts: Sequence[NodeFacts], samples: Sequence[Times]) -> tuple[Gro
     members: dict[int, list[int]] = defaultdict(list)
     for number, first in enumerate(leader):
         members[first].append(number)
+    gone = _gone_with(facts, branches)
     return tuple(
-        _group(facts, numbers)
+        _group(facts, numbers, gone)
         for numbers in members.values()
         if any(seen[number] for number in numbers)
     )
 
 
-def _group(facts: Sequence[NodeFacts], numbers: Sequence[int]) -> Group:
-    head = next((facts[i] for i in numbers if facts[i].has_weights), facts[numbers[0]])
+def _group(
+    facts: Sequence[NodeFacts], numbers: Sequence[int], gone: Mapping[int, Sequence[str]]
+) -> Group:
+    first = next((i for i in numbers if facts[i].has_weights), numbers[0])
     monomials: dict[Monomial, None] = {(): None}
     for number in numbers:
         monomials |= dict.fromkeys(facts[number].monomials)
-    return Group(head.owner, head.operator, tuple(map(number_of, numbers)), tuple(monomials))
+    return Group(
+        owner=facts[first].owner,
+        operator=facts[first].operator,
+        nodes=tuple(map(number_of, numbers)),
+        monomials=tuple(monomials),
+        branches=tuple(gone[first]),
+    )
+
+
+def _gone_with(
+    facts: Sequence[NodeFacts], branches: Sequence[Branch]
+) -> Mapping[int, Sequence[str]]:
+    """Return for each node the names of the branches without any of which it is not there.
+
+    They are those of the branch's modules, those that read nothing else or are read by nothing
+    else, and the sum that adds the branch to the stream.
+    """
+    readers: dict[int, set[int]] = defaultdict(set)
+    for number, node in enumerate(facts):
+        for read in node.reads:
+            readers[read].add(number)
+    found: dict[int, list[str]] = defaultdict(list)
+    for branch in branches:
+        mine = {number for number, node in enumerate(facts) if node.owner in branch.modules}
+        sums = set()
+        for number, node in enumerate(facts):
+            if node.reads and mine.issuperset(node.reads):
+                mine.add(number)
+            elif node.operator in _SUMS and not mine.isdisjoint(node.reads):
+                sums.add(number)
+        for number in reversed(range(len(facts))):
+            if readers[number] and mine.issuperset(readers[number]):
+                mine.add(number)
+        for number in mine | sums:
+            found[number].append(branch.name)
+    return found

@@ -6,7 +6,7 @@ The blocks are the width multiples that a runtime prefers, axis by axis.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.gating.attaching import gates_of
+from l0prune.plan.branch import KIND
 from l0prune.plan.cost import Axes, CostModel
 from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.measures import Latency
 from l0prune.plan.plan import Cost, Plan
-from l0prune.plan.switches import switch, switches_by_module, under_switches
+from l0prune.plan.switches import switch, under_switches
 from l0prune.selection.fitting import blocks_of, have_widths
 from l0prune.timing.facts import Group
 from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
@@ -145,10 +146,12 @@ class TimedLatency(Latency):
         owners = [*(group.owner for group in groups), OVERHEAD]
         convert = under_switches(plan)
         model, smooth = (_converted(each, convert) for each in (model, smooth))
-        switches = switches_by_module(plan)
+        axes = {axis.name: number for number, axis in enumerate(plan.axes) if axis.kind == KIND}
+        switches = [[axes[name] for name in group.branches if name in axes] for group in groups]
+        switches.append([])  # the runtime itself
         super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name, switches)))
         self._owners, self._model = owners, model
-        self._switches = [switches.get(owners[term.group], ()) for term in model.terms]
+        self._switches = [switches[term.group] for term in model.terms]
         self._sizes = LayoutSizes(plan, model.layouts)
         self._dense, self._observing = dense, observing
 
@@ -229,10 +232,10 @@ def _converted(model: LatencyModel, convert: Callable[[Layout], Layout]) -> Late
 
 
 def _costs(
-    smooth: LatencyModel, owners: Sequence[str], unit: str, switches: Mapping[str, Sequence[int]]
+    smooth: LatencyModel, owners: Sequence[str], unit: str, switches: Sequence[Sequence[int]]
 ) -> list[Cost]:
     costs = []
     for term in smooth.terms:
         owner, sizes = owners[term.group], (smooth.layouts[s.layout] for s in term.factors)
-        costs.append(Cost(owner, unit, term.ms, (*sizes, *map(switch, switches.get(owner, ())))))
+        costs.append(Cost(owner, unit, term.ms, (*sizes, *map(switch, switches[term.group]))))
     return costs

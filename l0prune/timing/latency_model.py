@@ -7,11 +7,13 @@ is negative, so that a time is one, also of widths that nobody has timed.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, combinations
-from typing import Annotated, Any
+from itertools import chain, combinations, product
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +34,15 @@ Milliseconds = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Size that is rounded up to whole multiples of a block, or has to be one."""
+    """Size that is rounded up to whole multiples of a block, or has to be one.
+
+    Attributes:
+        least: what a size has to be at least that has to be whole blocks.
+    """
 
     layout: Annotated[int, Field(ge=0)]
     block: Annotated[int, Field(ge=1, le=_WIDEST)]
+    least: Annotated[int, Field(ge=1, le=_WIDEST)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class LatencyModel:
         layout, block = steps[:, 0], steps[:, 1]
         blocks = np.ceil(padded[..., layout] / block)
         rounded = blocks * block
-        is_whole = rounded == padded[..., layout]
+        is_whole = (rounded == padded[..., layout]) & (padded[..., layout] >= steps[:, 2])
         holds = is_whole[..., aligned].all(-1)
         for each in unless:
             holds &= ~is_whole[..., each].all(-1) | (each == 0).all(-1)
@@ -113,7 +120,7 @@ class LatencyModel:
         ]
         factors = indices(term.factors for term in self.terms)
         aligned = indices(term.aligned for term in self.terms)
-        steps = np.array([[step.layout, step.block] for step in distinct])
+        steps = np.array([[step.layout, step.block, step.least] for step in distinct])
         return factors, aligned, unless, steps, np.array([term.ms for term in self.terms])
 
 
@@ -151,7 +158,10 @@ class LayoutSizes:
 
 _ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks that sizes may be rounded up to
 _ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may ask for
+_TOLD_APART = 4  # layouts of a group whose blocks may differ
+_LEAST = ((1, 1), (1, 16), (16, 1))  # sizes that it may ask for, of two
 _TINY = 1e-10  # on the diagonal, where features are the same
+_RANK = 1e-6  # of the largest singular value: below it they are
 _PRICE = 0.01  # of a further coefficient, in shares of the squared error
 _MOST = 0.6  # coefficients a sample
 
@@ -187,13 +197,18 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
 
     For each group several forms are tried, with sizes rounded to blocks or not, and with other
     times where sizes are whole blocks; that which predicts samples best that it has not seen
-    (leaving out each in turn) is taken. What a network takes beyond its nodes is a constant, and
-    factors on nodes whose widths are whole blocks and on others: nodes are faster while they are
-    looked at, one run after the other, and those the more that go through more memory.
+    (leaving out each in turn) is taken. A fast path is the runtime's and not the layer's: the
+    errors of all groups of the same kind count as much as the group's own, on average. What a
+    network takes beyond its nodes is a constant, and factors on nodes whose widths are whole
+    blocks and on others: nodes are faster while they are looked at, one run after the other, and
+    those the more that go through more memory.
     """
     terms: list[Term] = []
+    kinds: dict[Any, list[list[_Fit]]] = defaultdict(list)
     for number, group in enumerate(groups):
-        terms += _fit_group(number, group, samples)
+        kinds[_kind(group)].append(list(_fits(number, group, samples)))
+    for fits in kinds.values():
+        terms += chain(*_best_of_each(fits))
     values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
     sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
@@ -206,70 +221,132 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     return LatencyModel(samples.layouts, (*scaled, Term(len(groups), overhead, ())))
 
 
-def _fit_group(number: int, group: Group, samples: Samples) -> list[Term]:
+class _Fit(NamedTuple):
+    """Form of a group's time, its coefficients, and the logarithm of the error that it leaves."""
+
+    error: float
+    form: _Form
+    coefficients: Numbers
+
+
+def _kind(group: Group) -> Any:
+    """Return what groups have in common whose forms are the same, one by one."""
+    place = {layout: number for number, layout in enumerate(group.layouts)}
+    return group.operator, tuple(tuple(map(place.get, each)) for each in group.monomials)
+
+
+def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
+    """Fit each form to a group's times."""
     weights, times = 1 / samples.whole, samples.times[:, number]
-    best_error = np.inf
-    best: tuple[list[Term], Numbers] = ([], np.zeros(0))
+    known: dict[bytes, tuple[float, Numbers]] = {}
     for form in _forms(number, group, samples):
-        if len(form) > max(1, _MOST * len(times)):
+        features = form.features(samples.sizes)
+        if features.shape[1] > max(1, _MOST * len(times)):
             continue
-        features = LatencyModel(samples.layouts, tuple(form)).values(samples.sizes)
-        error, coefficients = _left_out(features, times, weights)
-        error *= 1 + _PRICE * np.count_nonzero(coefficients)
-        if error < best_error:
-            best_error, best = error, (form, coefficients)
-    return [replace(term, ms=float(ms)) for term, ms in zip(*best, strict=True) if ms]
+        key = features.tobytes()
+        if key not in known:
+            error, coefficients = _left_out(features, times, weights)
+            known[key] = math.log(error + _TINY), coefficients
+        error, coefficients = known[key]
+        yield _Fit(error, form, coefficients)
 
 
-def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
-    """Yield sets of terms, of one millisecond each, whose sum a group's time may be."""
-    index = {layout: i for i, layout in enumerate(samples.layouts)}
-    for block in _ROUNDING:
-        plain = [
-            Term(number, 1.0, tuple(Step(index[layout], block) for layout in monomial))
-            for monomial in group.monomials
+def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
+    """Yield the terms of the best form of each of some groups of one kind."""
+    errors = np.array([[fit.error for fit in of] for of in fits])
+    for of, best in zip(fits, (errors + errors.mean(0)).argmin(1), strict=True):
+        yield of[best].form.terms(of[best].coefficients)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Sum of terms that a group's time may be.
+
+    Attributes:
+        monomials: the layouts whose sizes are multiplied, by number.
+        block: to whose multiples sizes are rounded up.
+        cells: of widths, each with terms of its own.
+    """
+
+    group: int
+    monomials: tuple[tuple[int, ...], ...]
+    block: int
+    cells: tuple[Cell, ...]
+
+    def features(self, sizes: Numbers) -> Numbers:
+        """Return the terms' values at a millisecond each, shape ``(networks, terms)``."""
+        rounded = np.ceil(sizes / self.block) * self.block
+        products = np.stack([rounded[:, each].prod(1) for each in self.monomials], 1)
+
+        def hold(steps: Sequence[Step]) -> NDArray[np.bool_]:
+            held = np.ones(len(sizes), bool)
+            for step in steps:
+                size = sizes[:, step.layout]
+                held &= (size % step.block == 0) & (size >= step.least)
+            return held
+
+        inside = [
+            np.logical_and.reduce([hold(aligned), *(~hold(each) for each in unless)])
+            for aligned, unless in self.cells
         ]
-        for cells in _cells([index[layout] for layout in group.layouts]):
-            yield [
-                replace(term, aligned=aligned, unless=unless)
-                for aligned, unless in cells
-                for term in plain
-            ]
+        return np.concatenate([products * cell[:, None] for cell in inside], 1)
+
+    def terms(self, coefficients: Numbers) -> list[Term]:
+        """Return the terms with these milliseconds, without those that take none."""
+        factors = [tuple(Step(each, self.block) for each in of) for of in self.monomials]
+        found = product(self.cells, factors)
+        return [
+            Term(self.group, float(ms), factor, *cell)
+            for (cell, factor), ms in zip(found, coefficients, strict=True)
+            if ms
+        ]
 
 
-def _cells(layouts: Sequence[int]) -> Iterator[list[Cell]]:
-    """Yield ways to divide all widths by which of them are whole blocks."""
-    yield [((), ())]
-    for block in _ALIGNMENT:
-        steps = [Step(layout, block) for layout in layouts]
-        sets: list[tuple[Step, ...]] = [(step,) for step in steps]
-        if len(steps) > 1:
-            sets.append(tuple(steps))
-        if len(steps) > 2:
-            sets += combinations(steps, 2)
-        yield from ([(each, ()), ((), (each,))] for each in sets)
-        for one, other in combinations(steps[:4], 2):
-            yield [
-                ((one, other), ()),
-                ((one,), ((other,),)),
-                ((other,), ((one,),)),
-                ((), ((one,), (other,))),
-            ]
+def _forms(number: int, group: Group, samples: Samples) -> Iterator[_Form]:
+    index = {layout: i for i, layout in enumerate(samples.layouts)}
+    monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
+    every = list(_cells([index[layout] for layout in group.layouts]))
+    for block, cells in product(_ROUNDING, every):
+        yield _Form(number, monomials, block, cells)
+
+
+def _cells(layouts: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
+    """Yield ways to divide all widths by which of them are whole blocks.
+
+    A fast path may ask for another block of what is read than of what is written, and for some
+    least size of one of them.
+    """
+    yield (((), ()),)
+    pairs = list(combinations(layouts[:_TOLD_APART], 2))
+    sets = [tuple(Step(x, block) for x in layouts) for block in _ALIGNMENT if len(layouts) > 2]
+    sets += [(Step(layout, block),) for layout, block in product(layouts, _ALIGNMENT)]
+    for pair, blocks, least in product(pairs, product(_ALIGNMENT, repeat=2), _LEAST):
+        sets.append(tuple(map(Step, pair, blocks, least)))
+    for each in sets:
+        yield (each, ()), ((), (each,))
+    for pair, block in product(pairs, _ALIGNMENT):
+        one, other = ((Step(layout, block),) for layout in pair)
+        yield (
+            ((*one, *other), ()),
+            (one, (other,)),
+            (other, (one,)),
+            ((), (one, other)),
+        )
 
 
 def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
     """Return the squared error on samples left out in turn, and coefficients of 0 or more.
 
     With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
+    The trace of H counts the coefficients that differ: sizes that are the same in all samples of a
+    cell make its features multiples of each other. Each has its price.
     """
     scaled, target = features * weights[:, None], times * weights
     found = nonnegative_least_squares(scaled, target)
-    used = scaled[:, found > 0]
-    if not used.shape[1]:
-        return float(np.mean(target**2)), found
-    orthogonal, _ = np.linalg.qr(used)
-    leverage = (orthogonal**2).sum(1).clip(0, 0.95)
-    return float(np.mean(((target - scaled @ found) / (1 - leverage)) ** 2)), found
+    used = scaled[:, found > 0] * found[found > 0]
+    leverage = (used * np.linalg.pinv(used, rcond=_RANK).T).sum(1)
+    error = np.mean(((target - scaled @ found) / (1 - leverage.clip(0, 0.95))) ** 2)
+    return float(error * (1 + _PRICE * leverage.sum())), found
 
 
 def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:

@@ -80,7 +80,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         for each, factor in zip(timed, drift * _profile_scale(timed, own), strict=True)
     ]
     facts = parsed(FACTS, about["nodes"])
-    groups = groups_of(facts, nodes)
+    groups = groups_of(facts, nodes, plan.branches)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
     sizes_of = LayoutSizes(plan, layouts)
     sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
@@ -102,12 +102,17 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
 
 
 def _profile_scale(timed: Sequence[Mapping[str, Any]], own: Numbers) -> Numbers:
-    """Return a factor on each network's node times: 1 but where the machine changed before them.
+    """Return a factor on each network's node times, which are taken after the network's own.
 
-    All nodes together, as they are profiled, take some multiple of the network's time, which is
-    much the same for all widths. What is far from it was profiled at another speed of the machine.
+    The machine may be faster or slower by then, and a small network takes longer for being looked
+    at. The run in which nodes are timed takes the same multiple of the network's time for all.
+    Where it is not known, that of all nodes together may stray from the typical one a little.
     """
-    multiples = np.array([sum(each["nodes"].values()) for each in timed]) / own
+    nodes = [each["nodes"] for each in timed]
+    if all(collect.RUN in each for each in nodes):
+        multiples = np.array([each[collect.RUN] for each in nodes]) / own
+        return np.median(multiples) / multiples
+    multiples = np.array([sum(each.values()) for each in nodes]) / own
     if not multiples.all():  # a runtime that tells no times of nodes
         return np.ones_like(own)
     off = multiples / np.median(multiples)

@@ -236,8 +236,8 @@ def sampled_widths(
         widths = []
         for axis in plan.axes:
             wanted = axis.size * (_NARROWEST + (1 - _NARROWEST) * uniform())
-            step = _STEPS[int(uniform() * len(_STEPS))] if uniform() < share else 1
-            step = step if step < axis.size else 1
+            largest = _STEPS[int(uniform() * len(_STEPS))] if uniform() < share else 1
+            step = max([1, *(each for each in _STEPS if each <= largest and each < axis.size)])
             width = min(axis.size, max(1, step, round(wanted / step) * step))
             widths.append(axis.size if whole and uniform() < whole else width)
         yield widths

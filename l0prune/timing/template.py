@@ -29,7 +29,7 @@ from onnx import (
 
 from l0prune.exporting.onnx.quantizer import owner_of
 from l0prune.plan.layout import Layout
-from l0prune.timing.facts import NodeFacts, number_of
+from l0prune.timing.facts import INPUT, NodeFacts, number_of
 from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
 
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
@@ -223,7 +223,7 @@ def _facts(
 ) -> Iterator[NodeFacts]:
     """Return the facts of each node, without shapes that are unknown."""
     known = [_known_shapes(model) for model in models]
-    writer: dict[str, int] = {}
+    writer = {given.name: INPUT for given in models[0].graph.input}
     wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}
     nodes = models[0].graph.node
     for number, (node, original) in enumerate(zip(nodes, named.graph.node, strict=True)):
@@ -234,7 +234,7 @@ def _facts(
             node.op_type,
             owner_of(original),
             not wide.isdisjoint(node.input),
-            max((writer[name] for name in node.input if name in writer), default=None),
+            tuple(dict.fromkeys(writer[name] for name in node.input if name in writer)),
             tuple(monomials),
         )
         writer |= dict.fromkeys(node.output, number)

@@ -274,3 +274,28 @@ def test_what_is_not_gained_is_said():
     bad = replace(good, errors={"y": 0.3}, costly=(("stem", 0.2),), has_vnni=False)
     assert "no VNNI instructions" in bad.warnings[0]
     assert "change the outputs by 30%. The layers that cost most: stem (20%)" in bad.warnings[1]
+
+
+def test_nodes_of_a_file_in_eight_bits_come_after_what_they_read(tmp_path):
+    x = numbers(40, 8)
+    condition = {"then_branch": ["Relu", "h"], "else_branch": ["Sigmoid", "h"]}
+    inner = {
+        name: helper.make_graph(
+            [helper.make_node(kind, [read], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)],
+        )
+        for name, (kind, read) in condition.items()
+    }
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "b"], ["h"], transB=1),
+        helper.make_node("ReduceMax", ["h"], ["most"], keepdims=0),
+        helper.make_node("Greater", ["most", "zero"], ["is_large"]),
+        helper.make_node("If", ["is_large"], ["chosen"], **inner),
+        helper.make_node("Gemm", ["chosen", "v"], ["y"]),
+    ]
+    weights = {"w": numbers(8, 8), "b": numbers(8), "v": numbers(8, 3), "zero": np.float32(0)}
+    made = quantizer_of(file(nodes, weights, (8,)), [{"x": x}], tmp_path).quantized()
+    assert "QuantizeLinear" in {node.op_type for node in made.graph.node}
+    onnx.checker.check_model(made)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from commands import in_process
@@ -24,6 +25,7 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     plain, small = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
     assert dense.save_onnx(plain, int8=x) == dense.files == (plain, small)
     assert dense.certificate.worst(("onnx",), "float32") < 1e-5
+    onnx.checker.check_model(onnx.load(small))
     facts = metadata(small)
     recorded = json.loads(facts["l0prune.int8"])
     assert recorded == json.loads(json.dumps(dense.int8.to_dict()))

@@ -241,6 +241,7 @@ def test_save_onnx_writes_it_and_says_so(model, tmp_path):
     made = l0prune.export(model)
     with pytest.warns():
         made.save_onnx(tmp_path / "model.onnx", int8=X)
+    onnx.checker.check_model(onnx.load(tmp_path / "model.int8.onnx"))
     assert made.int8.method == "trained"
     (found,) = session(onnx.load(tmp_path / "model.int8.onnx")).run(None, {"x": X.numpy()})
     with torch.no_grad():

@@ -7,9 +7,14 @@ import torch
 from residual import Residual
 
 import l0prune
-from l0prune.timing.facts import Group, plan_id
+from l0prune.files.checked_json import parsed
+from l0prune.plan.branch import Branch
+from l0prune.timing.eager import Eager
+from l0prune.timing.facts import FACTS, INPUT, Group, NodeFacts, groups_of, number_of, plan_id
 from l0prune.timing.latency import OVERHEAD, TimedLatency
 from l0prune.timing.latency_model import LatencyModel, Step, Term
+from l0prune.timing.network_files import NetworkFiles
+from l0prune.timing.runtimes import AlternatingTimer
 
 X = torch.zeros(2, 3, 8, 8)
 
@@ -27,7 +32,9 @@ def plan():
 def latency(plan):
     """Half a millisecond of each slot of ``inner``, one of ``outer``, two of ``stem``."""
     layout = plan.tensors["inner.weight"][0]
-    groups = [Group(owner, "Conv", (str(n),), ((),)) for n, owner in enumerate(OWNERS)]
+    (branch,) = plan.branches
+    gone = {"inner": (branch.name,), "outer": (branch.name,), "stem": ()}
+    groups = [Group(x, "Conv", (str(n),), ((),), gone[x]) for n, x in enumerate(OWNERS)]
     terms = Term(0, 0.5, (Step(0, 1),)), Term(1, 1.0, ()), Term(2, 2.0, ()), Term(3, 0.25, ())
     stairs = LatencyModel((layout,), terms)
     return TimedLatency(plan, groups, stairs, stairs, 16.0, lambda model: None)
@@ -57,6 +64,37 @@ def test_expected_times_follow_the_switch(plan):
     assert expected.item() == pytest.approx((2.25 + p[switch.start] * of_branch).item())
     (slope,) = torch.autograd.grad(expected, p)
     assert slope[switch.start].item() == pytest.approx(of_branch.item())
+
+
+def test_what_goes_with_a_branch_is_its_modules_and_the_sum_and_nothing_of_the_stream(tmp_path):
+    model = gated(branches=True)
+    plan = l0prune.gates(model).plan
+    (branch,) = plan.branches
+    for facts in (NetworkFiles(model, 1, tmp_path).facts, eager_facts(model)):
+        every = [{number_of(number): 1.0 for number in range(len(facts))}]
+        groups = groups_of(facts, every, plan.branches)
+        gone = [facts[int(g.nodes[0])] for g in groups if g.branches == (branch.name,)]
+        stays = [facts[int(g.nodes[0])] for g in groups if not g.branches]
+        assert {"inner", "outer"} <= {each.owner for each in gone}
+        assert "head" in {each.owner for each in stays}
+        assert [each.operator.lower() for each in gone if each.owner == ""].count("add") == 1
+
+
+def test_what_reads_the_input_and_a_branch_stays():
+    facts = [
+        NodeFacts("Conv", "branch", True, (INPUT,), ((),)),
+        NodeFacts("QuantizeLinear", "", False, (0,), ((),)),
+        NodeFacts("Add", "", False, (INPUT, 1), ((),)),
+        NodeFacts("Conv", "after", True, (2,), ((),)),
+    ]
+    times = [{number_of(number): 1.0 for number in range(4)}]
+    groups = groups_of(facts, times, [Branch("branch", ("w",), 1, ("branch",))])
+    assert [group.branches for group in groups] == [("branch",)] * 3 + [()]
+
+
+def eager_facts(model):
+    about = AlternatingTimer(model, Eager("cpu", 1), 1).facts()
+    return parsed(FACTS, about["nodes"])
 
 
 def test_one_table_serves_with_switches_and_without(plan):

@@ -14,11 +14,13 @@ import l0prune
 from l0prune.plan.layout import Const, Slots
 from l0prune.timing.facts import Group
 from l0prune.timing.latency_model import (
+    _PRICE,
     LatencyModel,
     LayoutSizes,
     Samples,
     Step,
     Term,
+    _left_out,
     fit_model,
     fit_smooth,
     nonnegative_least_squares,
@@ -128,6 +130,52 @@ def test_what_networks_take_beyond_their_nodes_is_found():
     seen = Samples(seen.layouts, seen.sizes, seen.times, 1.1 * seen.whole + 3)
     predicted = fit_model(GROUPS, seen).values(unseen.sizes).sum(-1)
     assert np.abs(predicted / (1.1 * unseen.whole + 3) - 1).max() < 1e-3
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_error_on_samples_left_out_is_that_of_leaving_them_out(alike):
+    """Also where features are multiples of each other, as sizes are that nothing cuts."""
+    rng = np.random.default_rng(0)
+    features = rng.uniform(1, 2, (12, 3))
+    if alike:
+        features = np.concatenate([features, 3 * features[:, :2]], 1)
+    times = features[:, :3] @ np.array([1.0, 2.0, 3.0]) + rng.uniform(-0.1, 0.1, 12)
+    error, found = _left_out(features, times, np.ones(12))
+    assert (found[:3] > 0).all()
+    alone = []
+    for number in range(12):
+        rest = np.arange(12) != number
+        others = np.linalg.lstsq(features[rest], times[rest], rcond=None)[0]
+        alone.append((times[number] - features[number] @ others) ** 2)
+    assert error == pytest.approx(np.mean(alone) * (1 + 3 * _PRICE), rel=1e-5)
+
+
+def test_a_fast_path_of_a_kind_of_operator_is_found_where_a_single_layer_does_not_show_it():
+    """It asks for fours of what is read, and for fours of what is written, 16 or more."""
+    layouts = tuple(Slots(n, 0, size) for n, size in enumerate((16, 16, 32, 64)))
+    pairs = [(layouts[i], layouts[j]) for i, j in ((0, 1), (1, 0), (0, 2), (2, 3), (3, 2))]
+    groups = [
+        Group("", "Conv", (str(n),), ((), (a,), (a, b), (b,))) for n, (a, b) in enumerate(pairs)
+    ]
+
+    def time(read, written):
+        is_fast = (read % 4 == 0) & (written % 4 == 0) & (written >= 16)
+        return (10 + 0.01 * read * written) * np.where(is_fast, 1, 2)
+
+    def drawn(count, seed):
+        rng = np.random.default_rng(seed)
+        most = np.array([x.stop for x in layouts])
+        sizes = np.ceil(rng.uniform(0.1, 1, (count, 4)) * most)
+        sizes = np.where(rng.random(sizes.shape) < 0.4, np.ceil(sizes / 8) * 8, sizes)
+        sizes = np.where(rng.random(sizes.shape) < 0.3, most, sizes)
+        index = {layout: n for n, layout in enumerate(layouts)}
+        times = [time(sizes[:, index[a]], sizes[:, index[b]]) for a, b in pairs]
+        times = np.stack(times, 1)
+        return Samples(layouts, sizes, times, times.sum(1))
+
+    unseen = drawn(300, 1)
+    predicted = fit_model(groups, drawn(24, 0)).values(unseen.sizes).sum(-1)
+    assert np.abs(predicted / unseen.whole - 1).max() < 0.02
 
 
 def test_where_all_have_the_same_widths_all_time_is_that_of_nodes():

@@ -67,15 +67,21 @@ def test_it_says_what_it_is_of(table):
     assert "1 thread, batch 1" in str(table)
 
 
-def test_nodes_profiled_at_another_speed_of_the_machine_count_as_the_others(model, folder, table):
+@pytest.mark.parametrize("tells_run", [True, False])
+def test_nodes_profiled_at_another_speed_of_the_machine_count_as_the_others(
+    model, folder, table, tells_run
+):
     plan = l0prune.gates(model).plan
 
     def table_if(faster, slower):
         results = json.loads((folder / "results.json").read_bytes())
         names = results["about"]["samples"]
-        for name, factor in ((names[2], 1 / faster), (names[5], slower)):
-            nodes = results["samples"][name]["nodes"]
+        factors = {names[2]: 1 / faster, names[5]: slower}
+        for name in names:
+            nodes, factor = results["samples"][name]["nodes"], factors.get(name, 1)
             results["samples"][name]["nodes"] = {node: ms * factor for node, ms in nodes.items()}
+            if not tells_run:
+                del results["samples"][name]["nodes"][collect.RUN]
         return table_of(plan, results)
 
     expected, found = table_if(3, 3), table_if(8, 20)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 TURN = 0.03  # seconds of a turn, about
@@ -38,6 +38,7 @@ MOST_RUNS = 2000  # at most: of a tiny network more would be millions of lines t
 NODE = re.compile(r"n(\d{5})_")
 OF_SAMPLES = ("samples", "widths", "id")  # of a description, what follows their number
 BEFORE = "before"  # what no node of the file's is charged with, since it is the first
+RUN = "run"  # beside the nodes: the whole run in which they were timed
 
 
 class FellBack(Exception):
@@ -154,7 +155,7 @@ Load = Callable[[Path, int, str], Loaded]
 """Loads a file, for so many threads, with what the runtime runs it on."""
 
 Nodes = Callable[[Path, dict[str, Any], int, int, str], dict[str, float]]
-"""Milliseconds of each node, by its number, of so many calls, threads, and where."""
+"""Milliseconds of each node and of the ``RUN``, by so many calls, threads, and where."""
 
 
 def networks_turns(
@@ -170,9 +171,9 @@ def profiled(
     """Return milliseconds of each node, by ONNX Runtime's own profile."""
     with tempfile.TemporaryDirectory() as folder:
         network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
-        network.median(inputs, times + 1)
+        whole = network.median(inputs, times + 1)
         events = json.loads(Path(network.session.end_profiling()).read_text(encoding="utf-8"))
-    return node_times(events, times + 1)
+    return {**node_times(events, times + 1), RUN: whole}
 
 
 def version() -> str:

@@ -200,6 +200,7 @@ def write_int8(
         else:
             search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
             made, method = search.made(), search.method
+        del made.metadata_props[:]  # facts about the file in float32
         target.write_bytes(made.SerializeToString())
         found = collect.Network(target, threads, collect.CPU)
         errors, agreement = comparison.with_outputs(comparison.outputs(found))

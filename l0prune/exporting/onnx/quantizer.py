@@ -138,9 +138,19 @@ class Quantizer:
                 extra_options={},
             )
             quantizer.quantize_model()
-            made: ModelProto = quantizer.model.model
-        del made.metadata_props[:]
-        return made
+            return _in_order(quantizer.model.model)
+
+
+def _in_order(model: ModelProto) -> ModelProto:
+    """Return a file whose nodes come after what they read, as ONNX asks for.
+
+    The quantizer puts those that it adds last.
+    """
+    import onnx_ir
+
+    sorted_ = onnx_ir.from_proto(model)
+    sorted_.graph.sort()
+    return onnx_ir.to_proto(sorted_)
 
 
 def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
