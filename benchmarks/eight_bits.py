@@ -250,13 +250,14 @@ def timed(made: Mapping[str, Network]) -> dict[str, float]:
 
 
 def by_turns(networks: Mapping[str, collect.Network], inputs: Feed) -> dict[str, float]:
-    """Milliseconds of a call of each network."""
+    """Milliseconds of a call of each network, by its share of the first one's in each turn."""
     times: dict[str, list[float]] = {key: [] for key in networks}
     for _ in range(TURNS):
         for key, network in networks.items():
             network.median(inputs, 1)
             times[key].append(network.median(inputs, 3))
-    return {key: collect.typical(each) for key, each in times.items()}
+    first = next(iter(times.values()))
+    return {key: collect.typical(first) * collect.share(each, first) for key, each in times.items()}
 
 
 def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> list[str]:

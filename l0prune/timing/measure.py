@@ -72,12 +72,10 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     _check(timed)
     beside = np.array([collect.typical(each["dense"]) for each in timed])
     dense = float(np.median(beside))
-    drift = dense / beside
-    own = np.array([collect.typical(each["own"]) for each in timed])
-    whole = own * drift
+    whole = dense * np.array([collect.share(each["own"], each["dense"]) for each in timed])
     nodes = [
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
-        for each, factor in zip(timed, drift * _profile_scale(timed, own), strict=True)
+        for each, factor in zip(timed, _node_scale(timed, whole), strict=True)
     ]
     facts = parsed(FACTS, about["nodes"])
     groups = groups_of(facts, nodes, plan.branches)
@@ -101,20 +99,19 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     )
 
 
-def _profile_scale(timed: Sequence[Mapping[str, Any]], own: Numbers) -> Numbers:
+def _node_scale(timed: Sequence[Mapping[str, Any]], whole: Numbers) -> Numbers:
     """Return a factor on each network's node times, which are taken after the network's own.
 
     The machine may be faster or slower by then, and a small network takes longer for being looked
-    at. The run in which nodes are timed takes the same multiple of the network's time for all.
-    Where it is not known, that of all nodes together may stray from the typical one a little.
+    at: the run in which nodes are timed is made to take as long as the network. Where that run is
+    not known, all nodes together may stray a little from the typical multiple of the network.
     """
     nodes = [each["nodes"] for each in timed]
     if all(collect.RUN in each for each in nodes):
-        multiples = np.array([each[collect.RUN] for each in nodes]) / own
-        return np.median(multiples) / multiples
-    multiples = np.array([sum(each.values()) for each in nodes]) / own
+        return whole / np.array([each[collect.RUN] for each in nodes])
+    multiples = np.array([sum(each.values()) for each in nodes]) / whole
     if not multiples.all():  # a runtime that tells no times of nodes
-        return np.ones_like(own)
+        return np.ones_like(whole)
     off = multiples / np.median(multiples)
     factors: Numbers = off.clip(1 / _BAND, _BAND) / off
     return factors

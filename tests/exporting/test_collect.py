@@ -58,7 +58,7 @@ def test_networks_take_turns_until_the_time_is_over():
 
 def test_what_disturbed_some_turns_is_no_part_of_the_time():
     assert collect.typical([3.0, 1.0, 9.0, 1.1, 1.2, 8.0, 1.3, 7.0]) == 1.2
-    assert collect.share([2.0, 9.0, 2.0, 2.0], [4.0, 4.0, 8.0, 8.0]) == 0.5
+    assert collect.share([2.0, 2.0, 9.0, 4.0, 4.0], [4.0, 4.0, 4.0, 8.0, 8.0]) == 0.5
 
 
 def test_a_thread_that_is_alone_does_not_pay_for_what_it_waits():

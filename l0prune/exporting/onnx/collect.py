@@ -114,8 +114,11 @@ def typical(times: Sequence[float]) -> float:
 
 
 def share(own: Sequence[float], dense: Sequence[float]) -> float:
-    """Return the time of a network over that of the dense one, of their turns."""
-    return typical(own) / typical(dense)
+    """Return the time of a network over that of the dense one, of their turns: the median.
+
+    A machine may change its speed between two turns; the two of one pair follow each other.
+    """
+    return statistics.median(mine / its for mine, its in zip(own, dense, strict=True))
 
 
 def runs(ms: float) -> int:
@@ -131,7 +134,7 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
     """Return the medians of a network and of the dense one, which take turns.
 
     What slows a machine down for seconds slows networks down that are small, and not others: so
-    turns are short and many, and ``typical`` looks at those that were not disturbed.
+    turns are short and many.
     """
     own(1)
     ms = own(2)
