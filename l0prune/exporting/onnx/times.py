@@ -80,8 +80,9 @@ class Times:
 
     def __str__(self) -> str:
         before = collect.typical(self.dense)
+        after = before * self.share
         return (
-            f"{before:.3g} → {before * self.share:.3g} ms ({1 / self.share:.2f} times as fast; half of the turns "
+            f"{before:.3g} → {after:.3g} ms ({1 / self.share:.2f} times as fast; half of the turns "
             f"within {self.spread:.0%}), {self.threads} thread{'s' if self.threads > 1 else ''}, "
             f"batch {self.batch}, {self.runtime}, {self.processor}"
         )
