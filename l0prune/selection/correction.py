@@ -73,6 +73,7 @@ class _Between:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._met, self._exceeded = 0.0, math.inf  # as predicted: the most, and the least
+        self._refused = 0.0  # the most for which there was no choice
 
     def next(self, last: ObservedChoice, allowed: float) -> float:
         """Return the amount to allow the next choice, after one that was allowed ``allowed``."""
@@ -85,10 +86,15 @@ class _Between:
         else:
             self._met = max(self._met, predicted)
             wanted = allowed * predicted / found
-        is_between = self._met < wanted < self._exceeded
-        if is_between or not self._met or self._exceeded == math.inf:
+        low = max(self._met, self._refused)
+        is_between = low < wanted < self._exceeded
+        if is_between or not low or self._exceeded == math.inf:
             return wanted
-        return (self._met + self._exceeded) / 2
+        return (low + self._exceeded) / 2
+
+    def refuse(self, allowed: float) -> None:
+        """Note that there is no choice as small as that."""
+        self._refused = max(self._refused, allowed)
 
 
 def observed(model: nn.Module, wanted: Sequence[Bound]) -> dict[Bound, float]:
@@ -130,7 +136,9 @@ def corrected(
         try:
             slots = fitting.choose(start, fill=fill)
         except UsageError:  # there is nothing as small as that would have to be
-            break
+            for bound, each in between.items():
+                each.refuse(fitting.most[bound])
+            continue
         if torch.equal(slots.open_, last.open_):
             break
         last = _observed_choice(slots, observe)

@@ -1,12 +1,14 @@
 """What is predicted of an export is corrected by what is observed of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from residual import SIZE, gated, random_scores
 from stairs import Stairs, registered
 
 import l0prune
-from l0prune.errors import L0pruneWarning
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.selection import fitted
 from l0prune.selection.correction import corrected
 from l0prune.selection.fitting import SlotChoice
@@ -99,7 +101,8 @@ def test_who_watches_is_told_of_each_look(observed):
 class Slots:
     """A bound of so many slots."""
 
-    most = 500.0
+    most, limit = 500.0, "slots=500"
+    measure = SimpleNamespace(show=str, label="slots")
 
     def actual(self, open_):
         return float(open_.sum())
@@ -171,3 +174,21 @@ def test_of_two_choices_that_meet_a_bound_the_one_that_keeps_more_is_taken():
     choice, tried = corrected(Counting(bound), start, observe, fill=True)
     assert [bound.actual(each.open_) for each in tried] == [500, 625, 700]
     assert choice is tried[-1]
+
+
+def test_where_none_is_small_enough_one_is_taken_that_is_as_small_as_they_come():
+    bound = Slots()
+
+    class NoFewer(Counting):
+        def choose(self, start, *, fill):
+            if self.most[bound] < 450:
+                raise UsageError("there is none")
+            return super().choose(start, fill=fill)
+
+    def observe(open_):
+        return {bound: 1.3 * bound.actual(open_)}
+
+    start = torch.ones(1000, dtype=torch.bool)
+    with pytest.warns(L0pruneWarning, match="not met"):
+        choice, _ = corrected(NoFewer(bound), start, observe, fill=True)
+    assert 450 <= bound.actual(choice.open_) < 460
