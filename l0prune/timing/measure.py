@@ -94,7 +94,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         groups=groups,
         model=model,
         smooth=fit_smooth(model, groups, blocks, most, dense),
-        quality=_quality(groups, samples, beside),
+        quality=_quality(groups, samples, _noise(timed)),
         samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
     )
 
@@ -107,13 +107,15 @@ def _node_scale(timed: Sequence[Mapping[str, Any]], whole: Numbers) -> Numbers:
     not known, all nodes together may stray a little from the typical multiple of the network.
     """
     nodes = [each["nodes"] for each in timed]
+    factors: Numbers
     if all(collect.RUN in each for each in nodes):
-        return whole / np.array([each[collect.RUN] for each in nodes])
+        factors = whole / np.array([each[collect.RUN] for each in nodes])
+        return factors
     multiples = np.array([sum(each.values()) for each in nodes]) / whole
     if not multiples.all():  # a runtime that tells no times of nodes
         return np.ones_like(whole)
     off = multiples / np.median(multiples)
-    factors: Numbers = off.clip(1 / _BAND, _BAND) / off
+    factors = off.clip(1 / _BAND, _BAND) / off
     return factors
 
 
@@ -140,19 +142,28 @@ def _setting(results: Mapping[str, Any]) -> Setting:
     )
 
 
-def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Quality:
+def _noise(timed: Sequence[Mapping[str, Any]]) -> float:
+    """Return how far a network's turns stray, over the dense one's: half of all within this share.
+
+    That of the typical network.
+    """
+    shares = (np.divide(each["own"], each["dense"]) for each in timed)
+    quartiles = [np.quantile(each, (0.25, 0.5, 0.75)) for each in shares]
+    return float(np.median([(high - low) / middle / 2 for low, middle, high in quartiles]))
+
+
+def _quality(groups: Sequence[Group], samples: Samples, noise: float) -> Quality:
     """Cross-validate: predict some of the samples from the others."""
     everyone = np.arange(len(samples.whole))
     unseen = everyone % _HELD_OUT == _HELD_OUT - 1
     seen = samples.subset(everyone[~unseen])
     predicted = fit_model(groups, seen).values(samples.sizes[unseen]).sum(-1)
     errors = np.abs(predicted / samples.whole[unseen] - 1)
-    low, high = np.quantile(beside, (0.25, 0.75))
     return Quality(
         median=float(np.median(errors)),
         worst=float(errors.max()),
         networks=int(unseen.sum()),
-        noise=float((high - low) / np.median(beside) / 2),
+        noise=noise,
     )
 
 

@@ -92,7 +92,8 @@ class Quality:
     """Errors of the prediction on held-out networks, |predicted over measured − 1|.
 
     Attributes:
-        noise: how far the dense network's time strayed meanwhile: half of all within this share.
+        noise: how far turns of a network stray, over the dense one's beside them: half of all
+            within this share.
     """
 
     median: _Share
@@ -169,8 +170,9 @@ class LatencyTable:
         """Reason not to trust the table; empty where nothing speaks against it."""
         if self.quality.noise > _NOISY:
             return (
-                f"the machine is too noisy to trust these times: those of the dense network "
-                f"strayed by {self.quality.noise:.0%}. Stop what else runs on it, and measure again"
+                f"the machine is too noisy to trust these times: turns of one network, beside the "
+                f"dense one, differ by {self.quality.noise:.0%}. Stop what else runs on it, and "
+                "measure again"
             )
         if self.quality.median > _WRONG:
             return (
