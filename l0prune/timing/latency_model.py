@@ -163,7 +163,7 @@ _LEAST = ((1, 1), (1, 16), (16, 1))  # sizes that it may ask for, of two
 _TINY = 1e-10  # on the diagonal, where features are the same
 _RANK = 1e-6  # of the largest singular value: below it they are
 _PRICE = 0.01  # of a further coefficient, in shares of the squared error
-_MOST = 0.6  # coefficients a sample
+_MOST = 0.6  # coefficients a sample, of a form with several cells
 
 Cell = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
 """Widths of which some are whole blocks, and not all of each of some sets; see ``Term``."""
@@ -209,6 +209,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
         kinds[_kind(group)].append(list(_fits(number, group, samples)))
     for fits in kinds.values():
         terms += chain(*_best_of_each(fits))
+    terms.sort(key=lambda term: term.group)
     values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
     sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
@@ -241,7 +242,7 @@ def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
     known: dict[bytes, tuple[float, Numbers]] = {}
     for form in _forms(number, group, samples):
         features = form.features(samples.sizes)
-        if features.shape[1] > max(1, _MOST * len(times)):
+        if len(form.cells) > 1 and features.shape[1] > _MOST * len(times):
             continue
         key = features.tobytes()
         if key not in known:
@@ -303,6 +304,7 @@ class _Form:
 
 
 def _forms(number: int, group: Group, samples: Samples) -> Iterator[_Form]:
+    """Yield the forms that a group's time may have; as many, in the same order, for each kind."""
     index = {layout: i for i, layout in enumerate(samples.layouts)}
     monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
     every = list(_cells([index[layout] for layout in group.layouts]))
