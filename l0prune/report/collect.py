@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from l0prune.capture.weights import weights_of
 from l0prune.errors import FileError, UsageError
-from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.times import Times
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
@@ -266,8 +265,8 @@ def file_facts(path: Path) -> StoredFile:
 
 def _time(times: Times) -> Time:
     return Time(
-        before=collect.typical(times.dense),
-        after=collect.typical(times.small),
+        before=times.before,
+        after=times.after,
         spread=times.spread,
         threads=times.threads,
         batch=times.batch,

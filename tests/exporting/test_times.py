@@ -47,7 +47,7 @@ def test_a_file_is_timed_beside_the_dense_one(tmp_path, monkeypatch):
         2.1,
     ]
     assert dense.to_dict()["times"]["small"] == (1.0, 1.1, 1.0)
-    assert "2 → 1 ms (2.00 times as fast; half of the turns within 5%)" in str(dense.times)
+    assert "2 → 1 ms (2.00 times as fast; half of the turns within 2%)" in str(dense.times)
     assert dense.files == (tmp_path / "model.onnx",)
     assert dense.times.dense_bytes > 1000
     assert all(check.inputs == ((check.batch, 3, 12, 12),) for check in dense.certificate.checks)
@@ -74,7 +74,7 @@ def test_nothing_is_timed_unless_asked_for(tmp_path):
 
 
 def test_turns_that_were_disturbed_do_not_count():
-    found = made((2.0, 2.0, 9.0, 2.0), (1.0, 7.0, 1.0, 8.0))
-    assert found.share == 0.5
+    found = made((2.0, 2.0, 9.0, 4.0, 2.0), (1.0, 7.0, 1.0, 2.0, 1.2))
+    assert (found.share, found.before, found.after) == (0.5, 2.0, 1.0)
     assert not found.warning
-    assert "half of the turns within 156%" in str(found)
+    assert "half of the turns within 20%" in str(found)

@@ -63,9 +63,20 @@ class Times:
         return collect.share(self.small, self.dense)
 
     @property
+    def before(self) -> float:
+        """Milliseconds of the dense network."""
+        return collect.typical(self.dense)
+
+    @property
+    def after(self) -> float:
+        """Milliseconds of the small network, while the dense one takes ``before``."""
+        return self.before * self.share
+
+    @property
     def spread(self) -> float:
-        """Distance between the quartiles of the turns, in shares of their median."""
-        return max(map(_spread, (self.dense, self.small)))
+        """Distance between the quartiles of the turns' shares, in parts of their median."""
+        low, middle, high = np.quantile(np.divide(self.small, self.dense), (0.25, 0.5, 0.75))
+        return float((high - low) / middle)
 
     @property
     def warning(self) -> str:
@@ -79,12 +90,11 @@ class Times:
         )
 
     def __str__(self) -> str:
-        before = collect.typical(self.dense)
-        after = before * self.share
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return (
-            f"{before:.3g} → {after:.3g} ms ({1 / self.share:.2f} times as fast; half of the turns "
-            f"within {self.spread:.0%}), {self.threads} thread{'s' if self.threads > 1 else ''}, "
-            f"batch {self.batch}, {self.runtime}, {self.processor}"
+            f"{self.before:.3g} → {self.after:.3g} ms ({1 / self.share:.2f} times as fast; half of "
+            f"the turns within {self.spread:.0%}), {threads}, batch {self.batch}, {self.runtime}, "
+            f"{self.processor}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,11 +134,6 @@ def times_of(
             networks[0], networks[1], dict(zip(names, given, strict=True)), _SECONDS
         )
     return Times.of(turns, threads, batch, size)
-
-
-def _spread(turns: Sequence[float]) -> float:
-    low, middle, high = np.quantile(turns, (0.25, 0.5, 0.75))
-    return float((high - low) / middle)
 
 
 def _one(
