@@ -78,7 +78,7 @@ def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
     return observe
 
 
-FORMAT = 1
+FORMAT = 2
 _NOISY = 0.05  # half of all times of one network within this share, and no more
 _WRONG = 0.05
 _KIND = "l0prune latency table"
