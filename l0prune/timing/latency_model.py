@@ -198,7 +198,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     For each group several forms are tried, with sizes rounded to blocks or not, and with other
     times where sizes are whole blocks; that which predicts samples best that it has not seen
     (leaving out each in turn) is taken. A fast path is the runtime's and not the layer's: the
-    errors of all groups of the same kind count as much as the group's own, on average. What a
+    error on all groups of the same kind together counts half as much as that on the group. What a
     network takes beyond its nodes is a constant, and factors on nodes whose widths are whole
     blocks and on others: nodes are faster while they are looked at, one run after the other, and
     those the more that go through more memory.
@@ -255,7 +255,8 @@ def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
 def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
     """Yield the terms of the best form of each of some groups of one kind."""
     errors = np.array([[fit.error for fit in of] for of in fits])
-    for of, best in zip(fits, (errors + errors.mean(0)).argmin(1), strict=True):
+    of_kind = np.log(np.exp(errors).sum(0))
+    for of, best in zip(fits, (errors + of_kind / 2).argmin(1), strict=True):
         yield of[best].form.terms(of[best].coefficients)
 
 
