@@ -35,6 +35,10 @@ Monomial = tuple[Layout, ...]
 """The layouts whose sizes are multiplied; none for a constant."""
 
 
+INPUT = -1
+_SUMS = ("Add", "Sum", "add", "add_")  # of ONNX and torch
+
+
 @dataclass(frozen=True)
 class NodeFacts:
     """Operator, sizes and owner of one node, at any widths.
@@ -52,13 +56,7 @@ class NodeFacts:
     reads: tuple[int, ...]
     monomials: tuple[Monomial, ...]
 
-    @property
-    def before(self) -> int:
-        """The number of the last node that it reads; ``INPUT`` for none."""
-        return max(self.reads, default=INPUT)
 
-
-INPUT = -1
 FACTS = TypeAdapter(list[NodeFacts])
 
 
@@ -77,7 +75,6 @@ def _printable(text: str) -> str:
     return text
 
 
-_SUMS = ("Add", "Sum", "add", "add_")  # of ONNX and torch
 Name = Annotated[str, AfterValidator(_printable)]
 
 
@@ -121,7 +118,7 @@ def groups_of(
     seen = [sum(number_of(i) in times for times in samples) for i in range(len(facts))]
     leader = list(range(len(facts)))
     for number, node in enumerate(facts):
-        before = node.before
+        before = max(node.reads, default=INPUT)
         if before == INPUT or node.has_weights:
             continue
         is_hidden = facts[before].has_weights and seen[before] < len(samples)

@@ -7,7 +7,6 @@ is negative, so that a time is one, also of widths that nobody has timed.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -161,6 +160,7 @@ _ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may ask for
 _TOLD_APART = 4  # layouts of a group whose blocks may differ
 _LEAST = ((1, 1), (1, 16), (16, 1))  # sizes that it may ask for, of two
 _TINY = 1e-10  # on the diagonal, where features are the same
+_NEGLIGIBLE = 1e-10  # squared error, as a share: below it forms are as good as each other
 _RANK = 1e-6  # of the largest singular value: below it they are
 _PRICE = 0.01  # of a further coefficient, in shares of the squared error
 _MOST = 0.6  # coefficients a sample, of a form with several cells
@@ -223,7 +223,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
 
 
 class _Fit(NamedTuple):
-    """Form of a group's time, its coefficients, and the logarithm of the error that it leaves."""
+    """Form of a group's time, its coefficients, and the squared error that it leaves."""
 
     error: float
     form: _Form
@@ -237,31 +237,53 @@ def _kind(group: Group) -> Any:
 
 
 def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
-    """Fit each form to a group's times."""
+    """Fit each form to a group's times; as many forms, in the same order, for each kind."""
+    index = {layout: i for i, layout in enumerate(samples.layouts)}
+    monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
+    most = _MOST * len(samples.whole) / len(monomials)
+    every = list(_cells([index[layout] for layout in group.layouts]))
+    every = [cells for cells in every if len(cells) == 1 or len(cells) <= most]
+    inside = [[_are_in(cell, samples.sizes) for cell in cells] for cells in every]
     weights, times = 1 / samples.whole, samples.times[:, number]
     known: dict[bytes, tuple[float, Numbers]] = {}
-    for form in _forms(number, group, samples):
-        features = form.features(samples.sizes)
-        if len(form.cells) > 1 and features.shape[1] > _MOST * len(times):
-            continue
-        key = features.tobytes()
-        if key not in known:
-            error, coefficients = _left_out(features, times, weights)
-            known[key] = math.log(error + _TINY), coefficients
-        error, coefficients = known[key]
-        yield _Fit(error, form, coefficients)
+    for block in _ROUNDING:
+        rounded = np.ceil(samples.sizes / block) * block
+        products = np.stack([rounded[:, each].prod(1) for each in monomials], 1)
+        for cells, masks in zip(every, inside, strict=True):
+            features = np.concatenate([products * mask[:, None] for mask in masks], 1)
+            key = features.tobytes()
+            if key not in known:
+                known[key] = _left_out(features, times, weights)
+            error, coefficients = known[key]
+            yield _Fit(error, _Form(number, monomials, block, cells), coefficients)
+
+
+def _are_in(cell: Cell, sizes: Numbers) -> NDArray[np.bool_]:
+    """Return which networks are in a cell, shape ``(networks,)``, by sizes."""
+
+    def hold(steps: Sequence[Step]) -> NDArray[np.bool_]:
+        held = np.ones(len(sizes), bool)
+        for step in steps:
+            size = sizes[:, step.layout]
+            held &= (size % step.block == 0) & (size >= step.least)
+        return held
+
+    aligned, unless = cell
+    result = hold(aligned)
+    for each in unless:
+        result &= ~hold(each)
+    return result
 
 
 def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
-    """Yield the terms of the best form of each of some groups of one kind."""
-    errors = np.array([[fit.error for fit in of] for of in fits])
-    of_kind = np.log(np.exp(errors).sum(0))
-    for of, best in zip(fits, (errors + of_kind / 2).argmin(1), strict=True):
+    """Yield the terms of the best form of each of some groups of one kind; of equals the first."""
+    errors = np.array([[fit.error for fit in of] for of in fits]) + _NEGLIGIBLE
+    scores = (np.log(errors) + np.log(errors.sum(0)) / 2).round(9)
+    for of, best in zip(fits, scores.argmin(1), strict=True):
         yield of[best].form.terms(of[best].coefficients)
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """Sum of terms that a group's time may be.
 
     Attributes:
@@ -275,24 +297,6 @@ class _Form:
     block: int
     cells: tuple[Cell, ...]
 
-    def features(self, sizes: Numbers) -> Numbers:
-        """Return the terms' values at a millisecond each, shape ``(networks, terms)``."""
-        rounded = np.ceil(sizes / self.block) * self.block
-        products = np.stack([rounded[:, each].prod(1) for each in self.monomials], 1)
-
-        def hold(steps: Sequence[Step]) -> NDArray[np.bool_]:
-            held = np.ones(len(sizes), bool)
-            for step in steps:
-                size = sizes[:, step.layout]
-                held &= (size % step.block == 0) & (size >= step.least)
-            return held
-
-        inside = [
-            np.logical_and.reduce([hold(aligned), *(~hold(each) for each in unless)])
-            for aligned, unless in self.cells
-        ]
-        return np.concatenate([products * cell[:, None] for cell in inside], 1)
-
     def terms(self, coefficients: Numbers) -> list[Term]:
         """Return the terms with these milliseconds, without those that take none."""
         factors = [tuple(Step(each, self.block) for each in of) for of in self.monomials]
@@ -302,15 +306,6 @@ class _Form:
             for (cell, factor), ms in zip(found, coefficients, strict=True)
             if ms
         ]
-
-
-def _forms(number: int, group: Group, samples: Samples) -> Iterator[_Form]:
-    """Yield the forms that a group's time may have; as many, in the same order, for each kind."""
-    index = {layout: i for i, layout in enumerate(samples.layouts)}
-    monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
-    every = list(_cells([index[layout] for layout in group.layouts]))
-    for block, cells in product(_ROUNDING, every):
-        yield _Form(number, monomials, block, cells)
 
 
 def _cells(layouts: Sequence[int]) -> Iterator[tuple[Cell, ...]]:

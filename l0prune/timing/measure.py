@@ -77,6 +77,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
         for each, factor in zip(timed, _node_scale(timed, whole), strict=True)
     ]
+    strayed = [collect.spread(each["own"], each["dense"]) for each in timed]
     facts = parsed(FACTS, about["nodes"])
     groups = groups_of(facts, nodes, plan.branches)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
@@ -94,7 +95,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         groups=groups,
         model=model,
         smooth=fit_smooth(model, groups, blocks, most, dense),
-        quality=_quality(groups, samples, _noise(timed)),
+        quality=_quality(groups, samples, float(np.median(strayed)) / 2),
         samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
     )
 
@@ -107,16 +108,14 @@ def _node_scale(timed: Sequence[Mapping[str, Any]], whole: Numbers) -> Numbers:
     not known, all nodes together may stray a little from the typical multiple of the network.
     """
     nodes = [each["nodes"] for each in timed]
-    factors: Numbers
     if all(collect.RUN in each for each in nodes):
-        factors = whole / np.array([each[collect.RUN] for each in nodes])
-        return factors
-    multiples = np.array([sum(each.values()) for each in nodes]) / whole
+        runs: Numbers = np.array([each[collect.RUN] for each in nodes])
+        return whole / runs
+    multiples: Numbers = np.array([sum(each.values()) for each in nodes]) / whole
     if not multiples.all():  # a runtime that tells no times of nodes
         return np.ones_like(whole)
-    off = multiples / np.median(multiples)
-    factors = off.clip(1 / _BAND, _BAND) / off
-    return factors
+    off: Numbers = multiples / np.median(multiples)
+    return off.clip(1 / _BAND, _BAND) / off
 
 
 def _check(timed: Sequence[Mapping[str, Any]]) -> None:
@@ -140,16 +139,6 @@ def _setting(results: Mapping[str, Any]) -> Setting:
         processor=results["machine"]["processor"],
         system=results["machine"]["system"],
     )
-
-
-def _noise(timed: Sequence[Mapping[str, Any]]) -> float:
-    """Return how far a network's turns stray, over the dense one's: half of all within this share.
-
-    That of the typical network.
-    """
-    shares = (np.divide(each["own"], each["dense"]) for each in timed)
-    quartiles = [np.quantile(each, (0.25, 0.5, 0.75)) for each in shares]
-    return float(np.median([(high - low) / middle / 2 for low, middle, high in quartiles]))
 
 
 def _quality(groups: Sequence[Group], samples: Samples, noise: float) -> Quality:

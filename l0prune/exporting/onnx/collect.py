@@ -121,6 +121,12 @@ def share(own: Sequence[float], dense: Sequence[float]) -> float:
     return statistics.median(mine / its for mine, its in zip(own, dense, strict=True))
 
 
+def spread(own: Sequence[float], dense: Sequence[float]) -> float:
+    """Return the distance between the quartiles of the turns' shares, in parts of their median."""
+    low, middle, high = np.quantile(np.divide(own, dense), (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
+
+
 def runs(ms: float) -> int:
     """Return the number of runs that make a turn, of a network that takes so long."""
     return min(MOST, max(FEWEST, round(TURN * 1e3 / max(ms, 1e-3))))

@@ -68,7 +68,6 @@ class _Values:
     def __init__(self, model: ModelProto, feeds: Sequence[Feed]) -> None:
         self._model = model
         self._known = {name: [feed[name] for feed in feeds] for name in feeds[0]}
-        self._makers = {name: node for node in model.graph.node for name in node.output}
         self._pending = Counter(name for node in model.graph.node for name in {*_read_by(node)})
 
     def of(self, name: str) -> list[Array]:
@@ -107,21 +106,13 @@ class _Values:
             del self._known[each]
 
     def _missing(self, name: str) -> list[NodeProto]:
-        """Return the nodes that a value still needs, in an order in which they can run."""
-        order: dict[int, NodeProto] = {}
-        stack = [(self._makers[name], False)]
-        while stack:
-            node, is_ready = stack.pop()
-            if id(node) in order:
-                continue
-            if is_ready:
-                order[id(node)] = node
-                continue
-            stack.append((node, True))
-            for read in _read_by(node):
-                if read in self._makers and read not in self._known:
-                    stack.append((self._makers[read], False))
-        return list(order.values())
+        """Return the nodes that a value still needs, in the order of the file."""
+        wanted, nodes = {name}, []
+        for node in reversed(self._model.graph.node):
+            if not wanted.isdisjoint(node.output):
+                nodes.append(node)
+                wanted.update(read for read in _read_by(node) if read not in self._known)
+        return nodes[::-1]
 
 
 def _read_by(node: NodeProto) -> Iterator[str]:

@@ -75,8 +75,7 @@ class Times:
     @property
     def spread(self) -> float:
         """Distance between the quartiles of the turns' shares, in parts of their median."""
-        low, middle, high = np.quantile(np.divide(self.small, self.dense), (0.25, 0.5, 0.75))
-        return float((high - low) / middle)
+        return collect.spread(self.small, self.dense)
 
     @property
     def warning(self) -> str:
