@@ -1,5 +1,6 @@
 """What is loaded before there is work for it: each is seconds that a user waits."""
 
+import os
 import subprocess
 import sys
 
@@ -24,6 +25,17 @@ for arguments in {small_talk}:
     assert "torch" not in sys.modules, arguments
 """
 
+LIBGOMP = """
+import ctypes, importlib.util, pathlib, sys
+from l0prune.cli.app import main
+sys.argv = ["l0prune", "--help"]
+try:
+    main()
+except SystemExit:
+    folder = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    ctypes.CDLL(next(folder.glob("libgomp*")))
+"""
+
 NAMES = """
 import sys
 import l0prune
@@ -33,16 +45,31 @@ print([name for name in {heavy} if name in sys.modules])
 """
 
 
-def python(code, folder):
+def python(code, folder, **variables):
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=LONGEST
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_help_and_wrong_use_are_answered_without_torch(tmp_path):
     python(ANSWERS.format(small_talk=SMALL_TALK), tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch comes with libgomp on Linux alone")
+@pytest.mark.parametrize(
+    ("own", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+)
+def test_threads_of_libgomp_wait_shortly_unless_the_user_says_how_long(tmp_path, own, spins):
+    said = python(LIBGOMP, tmp_path, OMP_DISPLAY_ENV="VERBOSE", **own)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in said
 
 
 @pytest.mark.slow
