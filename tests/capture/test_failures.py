@@ -107,6 +107,7 @@ class Answering(nn.Module):
         return Answer(self.inner(x))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 names no output")
 @pytest.mark.slow
 def test_a_dataclass_as_output_is_taken_whole_once_it_is_registered():
     model = randomise(Answering()).eval()
