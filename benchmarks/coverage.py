@@ -89,26 +89,26 @@ def steps(
         yield {"step": "loss"}
         yield {"loss": trained(model, loss)}
     yield {"step": "export"}
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     yield {
-        "params_after": dense.params,
-        "macs_after": dense.macs,
-        "float64": dense.certificate.worst(MODEL, "float64"),
-        "float32": dense.certificate.worst(MODEL, "float32"),
-        "class": kept_class(dense),
-        "gone": len(dense.gone),
-        "note": dense.note,
+        "params_after": small.params,
+        "macs_after": small.macs,
+        "float64": small.certificate.worst(MODEL, "float64"),
+        "float32": small.certificate.worst(MODEL, "float32"),
+        "class": kept_class(small),
+        "gone": len(small.gone),
+        "note": small.note,
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
-        dense.save_onnx(Path(folder) / "model.onnx")
+        small.save_onnx(Path(folder) / "model.onnx")
         yield {
-            "onnx": dense.certificate.worst("onnx", "float32"),
-            **free_sizes(dense, shapes is not None),
+            "onnx": small.certificate.worst("onnx", "float32"),
+            **free_sizes(small, shapes is not None),
         }
         if which == "today":
             yield {"step": "reload"}
-            yield loaded_again(name, dense, (args, kwargs), Path(folder))
+            yield loaded_again(name, small, (args, kwargs), Path(folder))
 
 
 def trained(model: nn.Module, loss: today.Loss) -> float:

@@ -88,12 +88,12 @@ def measure(name: str, way: str, share: float) -> dict[str, float]:
     make, side = NETWORKS[name]
     model = l0prune.gate(make().eval(), example(side), **gates)
     close(model, share)
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
-        dense.save_onnx(Path(folder) / "model.onnx", beside=model)
-    assert dense.times is not None
-    before, after = dense.times.before, dense.times.after
-    left = dense.macs / dense.macs_before
+        small.save_onnx(Path(folder) / "model.onnx", beside=model)
+    assert small.times is not None
+    before, after = small.times.before, small.times.after
+    left = small.macs / small.macs_before
     return {"macs": left, "before": before, "after": after, "of_ideal": before / after * left}
 
 

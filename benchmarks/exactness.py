@@ -86,23 +86,23 @@ def measure(name: str, side: int, seed: int = 0) -> Result:
     model, images = build(name, side)
     scramble(model, ((images,), {}), seed)
     bank = l0prune.gates(model)
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        dense.save_onnx(path)
+        small.save_onnx(path)
         in_file = parameters_in(path)
     with torch.no_grad():
         first, second = model(torch.randn_like(images)), model(torch.randn_like(images))
-    worst = dense.certificate.worst
+    worst = small.certificate.worst
     errors = (worst(MODEL, "float64"), worst(MODEL, "float32"), worst("onnx", "float32"))
     return Result(
         name,
         *(float("nan") if error is None else error for error in errors),
-        allowed=max(c.tolerance for c in dense.certificate.checks if c.dtype == "float32"),
-        before=dense.params_before,
+        allowed=max(c.tolerance for c in small.certificate.checks if c.dtype == "float32"),
+        before=small.params_before,
         predicted=CostModel(bank.plan).actual(bank.open(), "params"),
-        found=read_by(dense.program),
-        stored=stored_by(dense.program),
+        found=read_by(small.program),
+        stored=stored_by(small.program),
         in_file=in_file,
         signal=float((first - second).abs().max() / first.abs().max()),
         seconds=time.perf_counter() - start,

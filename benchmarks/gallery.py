@@ -169,10 +169,10 @@ def write(name: str, folder: Path) -> None:
     table = l0prune.measure(model, samples=work.samples) if work.samples else None
     settings |= {"budget": work.budget, "round_to": work.round_to, "latency": table}
     history = l0prune.finetune(model, work.data, epochs=2 * work.epochs, **settings)
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     with TemporaryDirectory() as there:
-        dense.save_onnx(Path(there) / f"{name}.onnx", beside=model)
-        report = l0prune.Report.of(dense, [first, history], model=model, latency=table)
+        small.save_onnx(Path(there) / f"{name}.onnx", beside=model)
+        report = l0prune.Report.of(small, [first, history], model=model, latency=table)
         report.titled(work.title).save(folder / f"{name}.html")
 
 

@@ -212,10 +212,10 @@ def _cut_decoder(tiny: bool, **sizes: int) -> Facts:
     with clock(facts, "fit"):
         l0prune.fit(model, "params=0.7", scores)
     with clock(facts, "export"):
-        dense = l0prune.export(model)
-    facts["exact"] = worst(dense)
-    facts["left"] = round(dense.params / facts["params"], 4)
-    facts["device"] = str(next(dense.module.parameters()).device)
+        small = l0prune.export(model)
+    facts["exact"] = worst(small)
+    facts["left"] = round(small.params / facts["params"], 4)
+    facts["device"] = str(next(small.module.parameters()).device)
     return facts
 
 
@@ -354,7 +354,7 @@ def kernels_of(step: Callable[[], None]) -> Facts:
 def suite(tiny: bool) -> Iterator[Facts]:
     """The test suite where a GPU is: what fails, as soon as it does."""
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-n", "12"]
-    command += ["tests/gating/test_multipliers.py"] if tiny else []
+    command += ["tests/gating/test_multiplying.py"] if tiny else []
     counts: Counter[str] = Counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None

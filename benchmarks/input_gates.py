@@ -59,10 +59,10 @@ def row(name: str, model: nn.Module, data: Data) -> str:
     wrong = l0prune.evaluate(model, data)["error"]
     left_out = sum(block.left_out for block in found.blocks)
     varying = 1 - sum(b.always + b.never for b in found.blocks) / len(found.blocks)
-    dense = l0prune.export(l0prune.gate(model, (data.train.example(2),)))
+    small = l0prune.export(l0prune.gate(model, (data.train.example(2),)))
     with tempfile.TemporaryDirectory() as folder:
-        (plain,) = dense.save_onnx(Path(folder) / "plain.onnx")
-        skipping = l0prune.save_skipping(dense, Path(folder) / "skip.onnx")
+        (plain,) = small.save_onnx(Path(folder) / "plain.onnx")
+        skipping = l0prune.save_skipping(small, Path(folder) / "skip.onnx")
         times = ms_of([plain, skipping], data.test.inputs)  # type: ignore[attr-defined]
     shown = " / ".join(f"{each:.4f}" for each in times)
     return (

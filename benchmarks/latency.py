@@ -61,10 +61,10 @@ class Bench:
 
     def exported(self) -> tuple[float, float, l0prune.Export]:
         """The share and its spread, of the file that an export of the model writes."""
-        dense = l0prune.export(self._model)
+        small = l0prune.export(self._model)
         path = self._folder / "exported.onnx"
-        dense.save_onnx(path)
-        return *self.share(path), dense
+        small.save_onnx(path)
+        return *self.share(path), small
 
 
 def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:

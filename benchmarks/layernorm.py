@@ -45,9 +45,9 @@ def cut() -> l0prune.Export:
     (axis,) = l0prune.gates(model).axes
     with torch.no_grad():
         l0prune.gates(model).log_alpha[: axis.size - LEFT] = -5.0
-    dense = l0prune.export(model)
-    assert dense.widths[axis.name] == (LEFT, WIDE)
-    return dense
+    small = l0prune.export(model)
+    assert small.widths[axis.name] == (LEFT, WIDE)
+    return small
 
 
 def plain() -> torch.export.ExportedProgram:

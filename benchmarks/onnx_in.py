@@ -91,9 +91,9 @@ def cut(model: nn.Module, folder: Path, free: dict[str, dict[int, str]] | None) 
     """Gate, cut and write the network."""
     l0prune.gate(model, model.example_input_array, dynamic_shapes=free)
     l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
-    dense = l0prune.export(model)
-    dense.save_onnx(folder / "out.onnx")
-    return dense
+    small = l0prune.export(model)
+    small.save_onnx(folder / "out.onnx")
+    return small
 
 
 def row(path: Path, folder: Path) -> str:

@@ -60,12 +60,12 @@ def main() -> None:
         torch.onnx.export(model, (x,), plain, verbose=False, external_data=False)
         l0prune.gate(model, (x,))
         l0prune.gates(model).log_alpha.data.fill_(5.0)
-        dense = l0prune.export(model)
-        dense.save_onnx(ours)
+        small = l0prune.export(model)
+        small.save_onnx(ours)
         l0prune.ungate(model)
         ways = {
             "ONNX Runtime": (in_runtime(plain, x), in_runtime(ours, x)),
-            "PyTorch": (in_torch(model, x), in_torch(dense.module, x)),
+            "PyTorch": (in_torch(model, x), in_torch(small.module, x)),
         }
         print(f"{processor()}; torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}")
         for way, runs in ways.items():

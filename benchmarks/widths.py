@@ -66,10 +66,10 @@ def steps(which: str, name: str, width: float, is_exported: bool) -> Iterator[Ro
         "step": "export",
     }
     if is_exported:
-        dense = l0prune.export(model)
+        small = l0prune.export(model)
         yield {
-            "float64": dense.certificate.worst(MODEL, "float64"),
-            "widths": all(dense.widths[axis.name][0] == int(axis.open.sum()) for axis in axes),
+            "float64": small.certificate.worst(MODEL, "float64"),
+            "widths": all(small.widths[axis.name][0] == int(axis.open.sum()) for axis in axes),
         }
 
 
@@ -91,13 +91,13 @@ def loading_steps(which: str, name: str, uniform: bool) -> Iterator[Row]:
     for name_of_branch in layer:
         l0prune.gates(model).set_open(name_of_branch, [])
     yield {"reach": round(macs.reachable(), 3), "gone": layer, "step": "export"}
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
-        said = dense.save_pretrained(folder).splitlines()[-1]
-        yield {"macs": dense.macs / dense.macs_before, "said": said, "step": "load"}
+        said = small.save_pretrained(folder).splitlines()[-1]
+        yield {"macs": small.macs / small.macs_before, "said": said, "step": "load"}
         loaded = getattr(transformers, type(model).__name__).from_pretrained(folder).eval()
     with torch.no_grad():
-        outputs = (each(*args, **kwargs) for each in (dense.module, loaded))
+        outputs = (each(*args, **kwargs) for each in (small.module, loaded))
         yield {"loaded": difference(*outputs)}
 
 

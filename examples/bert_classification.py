@@ -102,19 +102,19 @@ def main(folder: Path) -> float:
     except KeyboardInterrupt:
         model = train(folder / "run", resume=True)
 
-    dense = l0prune.export(model)
-    print(dense)
-    print(dense.save_pretrained(folder / "small"))
+    small = l0prune.export(model)
+    print(small)
+    print(small.save_pretrained(folder / "small"))
     tokenizer().save_pretrained(folder / "small")
 
-    small = l0prune.from_pretrained(folder / "small")
+    loaded = l0prune.from_pretrained(folder / "small")
     words = transformers.AutoTokenizer.from_pretrained(folder / "small")
-    classify = transformers.pipeline("text-classification", model=small, tokenizer=words)
+    classify = transformers.pipeline("text-classification", model=loaded, tokenizer=words)
     new = texts(100, seed=2)
     told = classify([text for text, _ in new])
     right = [(each["label"] == "good") == label for each, (_, label) in zip(told, new, strict=True)]
 
-    (file,) = dense.save_onnx(folder / "small.onnx")
+    (file,) = small.save_onnx(folder / "small.onnx")
     batch = words(["warm wise", "harsh sour"], return_tensors="np")
     session = onnxruntime.InferenceSession(file)
     given = {i.name: batch[i.name].astype("int64") for i in session.get_inputs()}

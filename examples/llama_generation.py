@@ -75,21 +75,21 @@ def main(folder: Path) -> float:
     except KeyboardInterrupt:
         model = train(folder / "run", resume=True)
 
-    dense = l0prune.export(model)
-    print(dense)
-    print(dense.save_pretrained(folder / "small"))
+    small = l0prune.export(model)
+    print(small)
+    print(small.save_pretrained(folder / "small"))
 
-    small = l0prune.from_pretrained(folder / "small")
+    loaded = l0prune.from_pretrained(folder / "small")
     new = texts(64, seed=2)
-    found = small.generate(new[:, :4], max_new_tokens=LENGTH - 4, do_sample=False)
-    slow = small.generate(new[:, :4], max_new_tokens=LENGTH - 4, do_sample=False, use_cache=False)
+    found = loaded.generate(new[:, :4], max_new_tokens=LENGTH - 4, do_sample=False)
+    slow = loaded.generate(new[:, :4], max_new_tokens=LENGTH - 4, do_sample=False, use_cache=False)
     print("the same with and without a cache:", bool(torch.equal(found, slow)))
 
-    (file,) = dense.save_onnx(folder / "small.onnx")
+    (file,) = small.save_onnx(folder / "small.onnx")
     session = onnxruntime.InferenceSession(file)
     (scores, *_) = session.run(None, {"input_ids": new[:, :5].numpy()})
     with torch.no_grad():
-        apart = float((torch.from_numpy(scores) - small(new[:, :5]).logits).abs().max())
+        apart = float((torch.from_numpy(scores) - loaded(new[:, :5]).logits).abs().max())
     print(f"ONNX, five words each: {apart:.0e} apart")
     return float((found == new).all(dim=1).float().mean())
 

@@ -87,18 +87,18 @@ def main(folder: Path) -> float:
     except RuntimeError:
         network = train(folder / "run", resume=folder / "run" / "last.ckpt")
 
-    dense = l0prune.export(network)
-    print(dense)
-    print(dense.save_pretrained(folder / "small"))
+    small = l0prune.export(network)
+    print(small)
+    print(small.save_pretrained(folder / "small"))
 
     # Its name is not all that built it: there are fewer classes. So the code builds it again.
     fresh = timm.create_model("test_resnet", num_classes=4)
-    small = l0prune.resize(fresh, folder / "small").eval()
+    loaded = l0prune.resize(fresh, folder / "small").eval()
     inputs, targets = images(200, seed=2).tensors
     with torch.no_grad():
-        outputs = small(inputs)
+        outputs = loaded(inputs)
 
-    (file,) = dense.save_onnx(folder / "small.onnx")
+    (file,) = small.save_onnx(folder / "small.onnx")
     session = onnxruntime.InferenceSession(file)
     (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     print(f"ONNX: {float((torch.from_numpy(found) - outputs).abs().max()):.0e} apart")

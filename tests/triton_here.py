@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from l0prune.gating import products
-from l0prune.gating.multipliers import GateValues
+from l0prune.gating.multiplying import GateValues
 from l0prune.gating.products import GatedWeights
 from l0prune.gating.weight_tables import Table, line_of
 

@@ -12,7 +12,6 @@ import sys
 import typer
 
 from l0prune.cli import runs
-from l0prune.cli.edge import own_warnings, run_command
 from l0prune.cli.evaluate import evaluate
 from l0prune.cli.experts import experts
 from l0prune.cli.export import export
@@ -21,6 +20,7 @@ from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import GroupedCommand
 from l0prune.cli.measure import measure
+from l0prune.cli.messages import own_warnings, run_command
 from l0prune.cli.shrink import shrink
 from l0prune.cli.sweep import sweep
 from l0prune.cli.vocabulary import vocabulary

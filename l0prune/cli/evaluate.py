@@ -12,7 +12,7 @@ from rich.table import Table
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, say
+from l0prune.cli.messages import emit, say
 from l0prune.cli.opening import (
     load_data,
     open_model,

@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 

@@ -11,7 +11,7 @@ from rich.console import Group
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import (
     LATENCY,
     load_data,
@@ -150,26 +150,26 @@ def export(
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
-        dense = l0prune.export(model, verify=verify)
-    dense.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, dense.source)
+        small = l0prune.export(model, verify=verify)
+    small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
     of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
     of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
     of_onnx |= {"beside": model if timed else None}
     with shown(err):
-        files = [*dense.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
+        files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
         # ONNX files of parts leave out the code between them.
-        for ending in endings + [STATE] * (state or dense.in_parts):
-            files += dense.save(f"{stem}{ending}", model=built_by)
-        loads = folders(dense, pretrained, vllm, built_by, code=code)
-        early = _choose_exits(dense, held_out, exits) if exits else None
+        for ending in endings + [STATE] * (state or small.in_parts):
+            files += small.save(f"{stem}{ending}", model=built_by)
+        loads = folders(small, pretrained, vllm, built_by, code=code)
+        early = _choose_exits(small, held_out, exits) if exits else None
         files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
-        files += [l0prune.save_skipping(dense, f"{stem}.skipping{ONNX}")] if skipping else []
+        files += [l0prune.save_skipping(small, f"{stem}.skipping{ONNX}")] if skipping else []
     files += [each for each in (pretrained, vllm) if each]
-    result = {"files": [str(f) for f in files], **dense.to_dict()}
+    result = {"files": [str(f) for f in files], **small.to_dict()}
     result |= ({"loads": loads} if loads else {}) | ({"exits": early.to_dict()} if early else {})
     if report:
-        result["page"] = _write_report(dense, model, info, path, stem)
-    emit(result, json, Group(dense, early or ""))
+        result["page"] = _write_report(small, model, info, path, stem)
+    emit(result, json, Group(small, early or ""))
     say_written(files, loads, json)
 
 
@@ -187,20 +187,20 @@ def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
 
 
 def folders(
-    dense: l0prune.Export, pretrained: Path | None, vllm: Path | None, spec: str, code: bool = False
+    small: l0prune.Export, pretrained: Path | None, vllm: Path | None, spec: str, code: bool = False
 ) -> str:
     """Write the folders that are asked for, and return what loads them."""
-    said = [dense.save_pretrained(pretrained, model=spec, code=code)] if pretrained else []
-    said += [dense.save_vllm(vllm)] if vllm else []
+    said = [small.save_pretrained(pretrained, model=spec, code=code)] if pretrained else []
+    said += [small.save_vllm(vllm)] if vllm else []
     return "\n".join(said)
 
 
-def _choose_exits(dense: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
+def _choose_exits(small: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
     """Choose when exits answer, for a tolerance or a budget as a text."""
     name, _, value = asked.partition("=")
     if name.strip() == "tolerance":
-        return l0prune.choose_exits(dense, held_out, tolerance=value)
-    return l0prune.choose_exits(dense, held_out, budget=asked)
+        return l0prune.choose_exits(small, held_out, tolerance=value)
+    return l0prune.choose_exits(small, held_out, budget=asked)
 
 
 def _examples(
@@ -217,7 +217,7 @@ def _examples(
 
 
 def _write_report(
-    dense: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
+    small: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
 ) -> str:
     """Write the report into the folder of the model's run, or else beside the files."""
     from l0prune.report.collect import add_time, add_trainings
@@ -225,7 +225,7 @@ def _write_report(
     from l0prune.report.report import trainings_in
 
     folder, times = output_path(None, str(path), ".run"), output_path(None, str(path), LATENCY)
-    content = l0prune.Report.of(dense).content
+    content = l0prune.Report.of(small).content
     if (fit := info.get("fitted")) is not None:
         content = content.model_copy(update={"fit": Fit.model_validate(fit)})
     if folder.is_dir():

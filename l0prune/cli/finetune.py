@@ -11,8 +11,8 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.evaluate import say_what_differs
+from l0prune.cli.messages import announced, emit, say
 from l0prune.cli.opening import (
     latency_table,
     load_data,

@@ -10,7 +10,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import (
     NO_DATA,
     latency_table,

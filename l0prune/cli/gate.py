@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, say
+from l0prune.cli.messages import emit, say
 from l0prune.cli.opening import example_inputs, free_dims, load_data, open_model, with_step
 from l0prune.cli.options import key_values
 from l0prune.cli.project import chosen, output_path

@@ -14,7 +14,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import l0prune
-from l0prune.cli.edge import say
+from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
 from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
 from l0prune.errors import DataError, FileError, UsageError

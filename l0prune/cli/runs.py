@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from l0prune.cli import options
-from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.help import GroupedCommand
+from l0prune.cli.messages import announced, emit, say
 from l0prune.errors import UsageError
 from l0prune.running.environment import is_launched
 

@@ -9,8 +9,8 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, shown
 from l0prune.cli.export import folders, say_written
+from l0prune.cli.messages import emit, err, shown
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
@@ -74,7 +74,7 @@ def shrink(
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
     asked |= {"exclude": exclude} if exclude else {}
     with shown(err):
-        dense = l0prune.shrink(
+        small = l0prune.shrink(
             module,
             source,
             budget or None,
@@ -87,9 +87,9 @@ def shrink(
             **asked,
         )
         files = tuple(each for each in (pretrained, vllm) if each)
-        loads = folders(dense, pretrained, vllm, spec)
+        loads = folders(small, pretrained, vllm, spec)
         if out or not files:
-            files += dense.save_onnx(output_path(out, spec, ".small.onnx"))
-    result = {"files": [str(each) for each in files], **dense.to_dict()}
-    emit(result | ({"loads": loads} if loads else {}), json, dense)
+            files += small.save_onnx(output_path(out, spec, ".small.onnx"))
+    result = {"files": [str(each) for each in files], **small.to_dict()}
+    emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.options import key_values
 from l0prune.errors import TrainingError, UsageError
 from l0prune.running.environment import is_launched

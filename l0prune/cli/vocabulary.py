@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import open_model
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError

@@ -1,8 +1,8 @@
 """Public export: from a gated model to a smaller one, as lists of passes over one value.
 
 Each pass takes a ``Network`` and gives one, and has a file of its name or of what it works on. The
-first list needs no capture; where it shows no model to be right, the second begins anew. ``verify``
-is the only way out of both.
+first list needs no capture; where it shows no model to be right, the second begins anew. The only
+way out is a comparison: ``verify_class`` or ``verify``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.gated_class import CHILD, gated_class, gating_of, original_class
 from l0prune.gating.link import Link, Scale
-from l0prune.gating.multipliers import LINK
+from l0prune.gating.multiplying import LINK
 from l0prune.infer.parts import Parts
 
 PASSES = (check_class_alone, slice_by_plan, resize_class, drop_branches, verify_class)

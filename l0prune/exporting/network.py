@@ -61,7 +61,7 @@ class Network:
         narrow: set by ``slice_graphs``: makes of its inputs those of the smaller model.
         classes: set by ``resize_class`` and ``drop_branches``: what its own class may be at the
             new sizes, the best first.
-        module: set by ``verify``, as all that follows: the dense model, of its own class or with
+        module: set by ``verify``, as all that follows: the small model, of its own class or with
             its captured graphs.
         answers: what each part of the gated model computes on what it was given, by path.
         checks: the comparisons, all of which passed.
@@ -112,7 +112,7 @@ class Network:
         return self.chosen
 
     @property
-    def dense(self) -> nn.Module:
+    def small(self) -> nn.Module:
         """The smaller model, after ``verify``."""
         assert self.module is not None
         return self.module

@@ -201,17 +201,17 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
     The module that is handed out is in the model's dtypes afterwards; that of the programs shares
     the tensors of the state_dict.
     """
-    module, make = network.dense, partial(class_programs, free=network.free)
+    module, make = network.small, partial(class_programs, free=network.free)
     if captured is not None:
         module = network.graphs[""]
         free = network.free.only(captured.free)
         export = partial(reexport, dynamic=captured.dynamic, batches=captured.batches, free=free)
         make = partial(programs, export=export)
-    is_shared, dtypes = module is network.dense, network.dtypes
+    is_shared, dtypes = module is network.small, network.dtypes
     exact = module
     if is_shared and not dtypes.are_one:  # placed first: what it is lent from is let go of then
         exact = placed(copied(module), CPU)
-    restored(network.dense, dtypes)
+    restored(network.small, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
     exact = placed(exact, CPU)
@@ -237,7 +237,7 @@ def in_parts(network: Network) -> InParts:
     The module that is handed out is in the model's dtypes afterwards.
     """
     pieces = tuple(_islands(network))
-    restored(network.dense, network.dtypes)
+    restored(network.small, network.dtypes)
     return InParts(pieces)
 
 
@@ -253,10 +253,10 @@ def _islands(network: Network) -> Iterator[ExportedPart]:
 
 def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[ExportedPart]:
     """The pieces for inputs of one form: one, or for each number that it is told one."""
-    dense = network.dense.get_submodule(path)
-    dense = dense if device_of(dense) == CPU else placed(copied(dense), CPU)
+    small = network.small.get_submodule(path)
+    small = small if device_of(small) == CPU else placed(copied(small), CPU)
     dtypes = network.dtypes.below(path)
-    made, single = programs(dense, dtypes, answers[0].inputs, reexport_part)
+    made, single = programs(small, dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
     apart = _forms(answers, is_free=False)
     is_told = any(isinstance(value, SymInt) for value in inputs_of(made.program))
@@ -273,7 +273,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
         yield ExportedPart(path, made.program, single, True, answers)
         return
     export = partial(reexport_part, batches=ANY.several())
-    made, single = programs(dense, dtypes, answers[0].inputs, export)
+    made, single = programs(small, dtypes, answers[0].inputs, export)
     yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
 
 

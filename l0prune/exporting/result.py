@@ -345,7 +345,7 @@ class Export(Outcome):
         return found
 
     def report(self, history: Any = None) -> l0prune.Report:
-        """One page that shows what came of it: ``dense.report(history).save("report.html")``.
+        """One page that shows what came of it: ``small.report(history).save("report.html")``.
 
         A notebook shows it by itself.
 

@@ -49,7 +49,7 @@ def write(
     apart = constants(network.plain, network.tensors)
     network = replace(network, tensors={})  # the model lets go of its float64 one by one
     made = _programs(network, state)
-    handed_out = HandedOut.of(network.dense, network.narrow(network.example), state)
+    handed_out = HandedOut.of(network.small, network.narrow(network.example), state)
     chosen, macs, uncounted = _counted(network, unused, handed_out.macs)
     plan, cost = chosen.plan, cost_of(chosen.plan)
     comparisons = network.comparisons.values()
@@ -60,7 +60,7 @@ def write(
     sizes = {name: network.plain.get_parameter(name).numel() for name in unused}
     note = note_on(network.comparisons, sizes)
     return Export(
-        module=network.dense,
+        module=network.small,
         rebuilt=not reason,
         certificate=Certificate((*network.checks, *_checks_of(origin))),
         macs=macs,
@@ -121,7 +121,7 @@ def _state(network: Network) -> dict[str, Tensor]:
     """Return the model's own state_dict at the new sizes, with what its layers gain."""
     plan = network.selected.plan
     state = cut_state(network.plain, plan, network.tensors)
-    dead, held = dead_parameters(plan, network.gone), network.dense.state_dict()
+    dead, held = dead_parameters(plan, network.gone), network.small.state_dict()
     for name in state.keys() - held.keys():  # what nothing is left of is in no file
         if plan.aliases.get(name, name) in dead:
             del state[name]
@@ -154,7 +154,7 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
             return chosen, cost_of(chosen.plan).actual(chosen.is_open, "macs"), said
     cost = cost_of(chosen.plan)
     params, macs = (cost.actual(chosen.is_open, unit) for unit in ("params", "macs"))
-    lines, real = [], parameters_of(network.dense, left_out)
+    lines, real = [], parameters_of(network.small, left_out)
     if real != params:
         lines.append(f"It holds {real:,} parameters, where its gates leave {params:,}.")
     if is_right("macs", before) and round(found) != macs:  # torch counts all of its operators

@@ -19,7 +19,7 @@ from l0prune.gating.gated_class import (
     original_class,
 )
 from l0prune.gating.link import Link, kept_lists
-from l0prune.gating.multipliers import LINK, GateValues, held
+from l0prune.gating.multiplying import LINK, GateValues, held
 from l0prune.plan.plan import Site
 
 

@@ -14,7 +14,7 @@ from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError, former_method
 from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.kinds.base import AtTemperature, Gate
-from l0prune.gating.multiplying import MultiplyingGates
+from l0prune.gating.sampled_gates import SampledGates
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import with_slots
 
@@ -65,7 +65,7 @@ def alive() -> list[Gates]:
     return list(_alive)
 
 
-class Gates(MultiplyingGates):
+class Gates(SampledGates):
     """All gates of one model: one flat parameter, one sample per forward of the model.
 
     In train mode each forward of the model draws new multipliers z; in eval mode, and while

@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from l0prune.capture.compat import constant_for_compiler, filled
 from l0prune.gating import products
-from l0prune.gating.multipliers import LINK, GateValues
+from l0prune.gating.multiplying import LINK, GateValues
 from l0prune.gating.products import Made, autocast_dtype, is_joined
 from l0prune.gating.weight_tables import Line, Table, flat, line_of, parts
 

@@ -14,7 +14,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.gated_class import HOOKS, QUANTIZER, gated_class, gating_of, original_class
 from l0prune.gating.link import Link
-from l0prune.gating.multipliers import LINK
+from l0prune.gating.multiplying import LINK
 from l0prune.infer.quantized_layers import BATCH_NORMS
 
 

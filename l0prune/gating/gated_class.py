@@ -28,7 +28,7 @@ from l0prune.capture.compat import without_torch_function
 from l0prune.errors import UsageError
 from l0prune.gating.gated_layer import forward_of
 from l0prune.gating.link import Link, acting_link
-from l0prune.gating.multipliers import LINK, held
+from l0prune.gating.multiplying import LINK, held
 
 _CONVERTED = (
     "a layer is being made from the parameters of a gated one, as "

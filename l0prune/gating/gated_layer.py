@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from l0prune.capture.compat import convolve, functorch_is_active, standard_convolution
 from l0prune.gating.link import Link, acting_link
-from l0prune.gating.multipliers import LINK, scale
+from l0prune.gating.multiplying import LINK, scale
 from l0prune.gating.products import autocast_dtype
 
 

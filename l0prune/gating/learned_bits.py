@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.gating.multipliers import LINK, held
+from l0prune.gating.multiplying import LINK, held
 from l0prune.plan.bits import bits_left, check_menu, name_of_weight, names_of_points
 from l0prune.plan.expected import first_order
 from l0prune.plan.int8 import SMALLEST, Bits, Ranges, Scheme

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.gating.multipliers import LINK, GateValues, scale
+from l0prune.gating.multiplying import LINK, GateValues, scale
 
 
 class KeptList:

@@ -1,307 +1,279 @@
-"""Gates of a model as parameters, and the multipliers that they give the model now."""
+"""Multipliers of all layouts, spread from one flat vector of gates in a handful of operations.
+
+What a bank has computed for now is never saved or copied, and cheap to recompute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from l0prune.capture.compat import version_of, without_compiler
-from l0prune.gating.compiled_products import CompiledProducts
-from l0prune.gating.kinds.base import Gate, LearnsTemperature
-from l0prune.gating.multipliers import Current, GateValues, Spreader
-from l0prune.gating.products import Products, is_joined
+from l0prune.capture.compat import version_of
+from l0prune.plan.expected import first_order
 from l0prune.plan.layout import Layout
-from l0prune.plan.plan import Plan, Site
+from l0prune.plan.plan import Plan
 
-# P(z = 0) below which bits are there in eval mode (Bayesian Bits, eq. 22).
-_THRESHOLD = 0.34
+LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
 
 
-class MultiplyingGates(nn.Module):
-    """Gates that are sampled once per forward of their model; ``Gates`` has their attributes."""
+def held(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name that the module itself keeps; None without one."""
+    table = module._parameters if name in module._parameters else module._buffers
+    return table.get(name)
 
-    log_alpha: nn.Parameter
-    temperature: nn.Parameter | None
-    clips: nn.Parameter | None
-    kept: Tensor | None = None
 
-    def __init__(self, plan: Plan, gate: Gate, log_alpha: Tensor) -> None:
-        super().__init__()
-        self.plan = plan
-        self.gate = gate
-        self.fixed = False
-        self.bypassed = False
-        self._given: Tensor | None = None
-        self.log_alpha = nn.Parameter(log_alpha)
-        self.register_parameter("temperature", None)
-        self.register_parameter("clips", None)
-        self._start_temperature()
-        self._values = {_place(plan, site): GateValues() for site in plan.sites}
-        self._spread_over(None)
-        self._now = Current()
-        self.products = Products()
+class MultiplierCache:
+    """The multipliers of all gates that a model uses now.
 
-    def _start_temperature(self) -> None:
-        """Let what else learns start, but for the part of it that has learned already."""
-        if not isinstance(self.gate, LearnsTemperature):
-            return
-        sizes, before = [axis.size for axis in self.plan.axes], self.temperature
-        if (started := self.gate.temperature_start(sizes)) is not None:
-            started = started.to(self.log_alpha.detach())
-            if before is not None:
-                count = min(len(started), len(before))
-                started[:count] = before.detach()[:count]
-            self.temperature = nn.Parameter(started)
-            self._temperature_index = self.gate.temperature_index(sizes)
+    Attributes:
+        noise: what they were drawn with; None where the next are to be drawn afresh.
+        z: the multipliers, flat.
+        spread: along all layouts, one after another.
+        value: the parameter that they were computed from. While it is the same, unchanged, its
+            noise still counts.
+        version: of that parameter then.
+        mode: what else they depend on.
+        stood: a copy of the parameter as it was then, where the next forward may use them, too.
+        grad: whether gradients were on.
+        in_forward: the model is in its forward, so that they hold without a further look.
+        own: by module and name, the parameters with which that forward began; None where unknown.
+    """
 
-    def change_plan(self, plan: Plan, log_alpha: Tensor) -> None:
-        """Take a plan that has more axes at its end than the present one, or fewer.
+    def __init__(self) -> None:
+        self.noise: Tensor | None = None
+        self.z: Tensor | None = None
+        self.spread: Tensor | None = None
+        self.value: Tensor | None = None
+        self.version: int | None = None
+        self.mode: tuple[object, ...] = ()
+        self.stood: Tensor | None = None
+        self.grad = False
+        self.in_forward = False
+        self.own: dict[tuple[int, str], Tensor] | None = None
+        self._gated: list[tuple[nn.Module, str]] | None = None
 
-        The parameters are new objects: no optimizer may have the former ones yet.
+    def note(self, value: Tensor, mode: tuple[object, ...], *, is_fleeting: bool) -> None:
+        """Remember what they were computed from; ``is_fleeting`` if the next are others anyway."""
+        self.value, self.version, self.mode, self.stood = value, version_of(value), mode, None
+        # On another device the next forward had to wait for a look at the values, and multipliers
+        # with a gradient are part of one forward's graph.
+        if not (
+            is_fleeting or value.device.type != "cpu" or self.z is None or self.z.requires_grad
+        ):
+            copy = value.detach().clone()
+            self.stood = copy if type(copy) is Tensor else None
 
-        Shape: log_alpha ``(plan.size,)``.
+    def is_still_valid(self, value: Tensor, mode: Callable[[], tuple[object, ...]]) -> bool:
+        """Return whether the last forward's multipliers hold for this one, as in settled steps.
+
+        The numbers decide: what writes into ``log_alpha.data`` leaves no other trace.
         """
-        self.plan = plan
-        self.log_alpha = nn.Parameter(log_alpha.detach(), self.log_alpha.requires_grad)
-        self._start_temperature()
-        self._spread_over(self.kept)
-        self._forget()
+        return (
+            not torch.compiler.is_compiling()  # first: what follows would break its graph
+            and self.stood is not None
+            and self.value is value
+            and self.mode == mode()
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+            and torch.equal(self.stood, value)
+        )
 
-    @property
-    def learned(self) -> list[nn.Parameter]:
-        """Parameters of the gates themselves, without ``clips``."""
-        return [p for p in (self.log_alpha, self.temperature) if p is not None]
-
-    @property
-    def gate_now(self) -> Gate:
-        """The kind of gate at the temperature that it has learned."""
-        if self.temperature is None or not isinstance(self.gate, LearnsTemperature):
-            return self.gate
-        if self._temperature_index.device != self.temperature.device:
-            self._temperature_index = self._temperature_index.to(self.temperature.device)
-        return self.gate.at_temperature(self.temperature, self._temperature_index)
-
-    @torch.no_grad()
-    def z(self) -> Tensor:
-        """The multipliers of eval mode, shape ``(plan.size,)``, without gradient."""
-        return self.estimated(self.log_alpha)
-
-    def estimated(self, log_alpha: Tensor) -> Tensor:
-        """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
-        with nullcontext() if log_alpha.requires_grad else torch.no_grad():
-            z = self.gate_now.estimate(log_alpha)
-            if (first := self._slots) < len(z):
-                chances = self.gate_now.open_probability(log_alpha.detach())[first:]
-                z = torch.cat([z[:first], (chances > 1 - _THRESHOLD).to(z)])
-        return self._with_one(z, log_alpha)
-
-    def _with_one(self, z: Tensor, log_alpha: Tensor) -> Tensor:
-        """Multipliers of which one is 1 in each axis that ``keeps_one`` and would have none.
-
-        It is that of the gate which is furthest open, of those whose slots are not cut; the last
-        one of several.
-        """
-        kept = [axis for axis in self.plan.axes if axis.keeps_one]
-        if not kept:
-            return z
-        values, opened = log_alpha.detach(), torch.zeros_like(z)
-        if self.kept is not None:
-            values = values.masked_fill(~self.kept.to(values.device), float("-inf"))
-        for axis in kept:
-            best = F.one_hot(values[axis.slice].flip(0).argmax(), axis.size).flip(0)
-            opened[axis.slice] = best * (z.detach()[axis.slice] == 0).all()
-        return z + opened
-
-    def open_probability(self) -> Tensor:
-        """P(z ≠ 0) of each gate, shape ``(plan.size,)``, differentiable."""
-        return self.gate_now.open_probability(self.log_alpha)
-
-    def current(self) -> Tensor:
-        """The multipliers that the model uses now, shape ``(plan.size,)``."""
-        self.refresh()
-        assert self._now.z is not None
-        return self._now.z
-
-    @contextmanager
-    def using(self, z: Tensor) -> Iterator[None]:
-        """Within the context the multipliers are ``z``, in every mode, and its gradient is taken.
-
-        Shape: z ``(plan.size,)``, of the dtype and on the device of ``log_alpha``.
-        """
-        before, self._given = self._given, z
-        try:
-            yield
-        finally:
-            self._given = before
-
-    def multiplier(self, site: Site) -> GateValues:
-        """Return the buffer of a site's multipliers, renewed by each ``refresh``."""
-        return self._values[_place(self.plan, site)]
-
-    def cut_to(self, kept: Tensor | None) -> None:
-        """Multiply parameters of which only these slots are left; None for all.
-
-        The gates stay as they are: those of slots that are gone multiply nothing.
-
-        Args:
-            kept: as ``plan.kept`` gives it, bool, shape ``(plan.size,)``.
-        """
-        self.__dict__["kept"] = kept  # no buffer: it is not of the model's state
-        self._spread_over(kept)
-        self._forget()
-
-    def _spread_over(self, kept: Tensor | None) -> None:
-        """Compute multipliers from here on for the positions that these slots leave."""
-        self._slots = self.plan.slots  # known here, since compilers cannot follow a search
-        shared: dict[tuple[Layout, bytes], tuple[Tensor | None, list[GateValues]]] = {}
-        for (layout, dim), values in self._values.items():
-            mask = None if kept is None else self.plan.mask(layout if dim is None else dim, kept)
-            left = None if mask is None or bool(mask.all()) else mask.nonzero().flatten().cpu()
-            key = b"" if left is None else left.numpy().tobytes()
-            shared.setdefault((layout, key), (left, []))[1].append(values)
-        self._spreader = Spreader(self.plan, [(of[0], left) for of, (left, _) in shared.items()])
-        self._by_layout = [places for _, places in shared.values()]
-        for begin, places in zip(self._spreader.begins, self._by_layout, strict=True):
-            for place in places:
-                place.begin = begin
-        sites = [(site.tensor, self.multiplier(site), site.dim) for site in self.plan.sites]
-        self._compiled = CompiledProducts(sites)
-
-    def forward(self, x: Any) -> Any:
-        """``x`` itself, so that a model that runs its children in turn computes what it did."""
-        return x
-
-    def before_forward(self, model: nn.Module, *_: Any) -> None:
-        """Forward pre-hook of the model: its forward begins, which does so itself when traced."""
-        if not torch.compiler.is_compiling():
-            self.begin_forward(model)
-
-    def begin_forward(self, model: nn.Module | None = None) -> None:
-        """From here on, new multipliers."""
-        if not self.bypassed:
-            self._now.noise = None
-            if not self._now.stands(self.log_alpha, self._mode):
-                self._compute()
-            self._now.in_forward = True
-            assert self._now.spread is not None
-            if torch.compiler.is_compiling():
-                if model is not None:
-                    self.products.given(self._compiled.made(model, self._now.spread))
-                return
-            self.products.begin(self._now.spread)
-            if model is not None:
-                self._now.note_own(model)
+    def note_own(self, model: nn.Module) -> None:
+        """Remember what stands in the place of each gated tensor of the model."""
+        if self._gated is None:
+            self._gated = [
+                (module, name)
+                for module in model.modules()
+                for name in getattr(module.__dict__.get(LINK), "sites", ())
+            ]
+        placed = ((module, name, held(module, name)) for module, name in self._gated)
+        self.own = {(id(module), name): t for module, name, t in placed if t is not None}
 
     def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Return whether this tensor was the module's parameter when the model's forward began."""
-        return self._now.is_own(module, name, parameter)
+        """Did the forward begin with this parameter? One that was in shards has been put together.
 
-    def end_forward(self, *_: Any) -> None:
-        """Forward hook of the model: from here on, look whether the multipliers still hold.
-
-        A backward pass that computes parts of the forward again finds them as they were.
+        True where it is unknown.
         """
-        self._now.in_forward = False
-        self._now.own = None
-        self.products.end()
-        if torch.compiler.is_compiling():
-            self._forget()  # a tracer's tensors mean nothing outside its graph
+        before = (self.own or {}).get((id(module), name))
+        return before is None or before is parameter or hasattr(before, "placements")
 
-    @property
-    def in_forward(self) -> bool:
-        """Return whether the model is in its forward right now."""
-        return self._now.in_forward
-
-    @property
-    def is_flat_at_zero(self) -> bool:
-        """Return whether a multiplier of 0 has no gradient, whatever the loss is."""
-        return self._given is None and getattr(self.gate, "is_flat_at_zero", False)
-
-    def refresh(self) -> None:
-        """Compute the multipliers unless what there is still holds."""
-        now = self._now
-        if not (now.in_forward and now.grad == torch.is_grad_enabled()):
-            self._refresh_outside()
-
-    @without_compiler
-    def _refresh_outside(self) -> None:
-        """``refresh`` for a part of the model that runs on its own, or once more for backward."""
-        now, value = self._now, self.log_alpha
-        if now.value is not value or now.version != version_of(value):
-            now.noise = None
-        elif now.mode == self._mode():
-            return
-        self._compute()
-
-    def _mode(self) -> tuple[object, ...]:
-        inference = torch.is_inference_mode_enabled()
-        grad = torch.is_grad_enabled()
-        learned = None if self.temperature is None else version_of(self.temperature)
-        return (self.gate, learned, id(self._given), self.training, self.fixed, grad, inference)
-
-    def _compute(self) -> None:
-        now, value = self._now, self.log_alpha
-        if self._given is not None:
-            now.z = self._given
-        elif self.training and not self.fixed:
-            if now.noise is None:
-                now.noise = _uniform(value)
-            now.z = self._with_one(self.gate_now.sample(value, now.noise), value)
-            now.z = self._waited_for(now.z, [p for p in (self.clips,) if p is not None])
-        elif self.fixed:
-            now.z = self.estimated(value.detach())
-            now.z = self._waited_for(now.z, self.parameters())
-        else:
-            now.z = self.estimated(value)
-        now.spread, parts = self._spreader(now.z)
-        for places, values in zip(self._by_layout, parts, strict=True):
-            for place in places:
-                place.values = values
-        now.grad = torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            now.note(
-                value, self._mode(), is_fleeting=now.noise is not None or self._given is not None
-            )
-
-    def _waited_for(self, z: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Let parameters have a gradient, of 0: DDP waits for one of each."""
-        if self.training and is_joined():
-            for each in parameters:
-                z = z + 0 * each.sum()
-        return z
-
-    def _forget(self) -> None:
-        """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
-        self._now = Current()
-        self.products = Products()
-        for place in self._values.values():
-            place.values = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but never to a dtype in which exp and log lose the gates."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            exact = moved.dtype in (torch.float32, torch.float64)
-            return moved if exact else tensor.to(moved.device)
-
-        super()._apply(move, recurse)
-        self._forget()
-        return self
+    def __reduce__(self) -> tuple[type[MultiplierCache], tuple[()]]:
+        return MultiplierCache, ()
 
 
-def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
-    """Return what a site's multipliers depend on: its layout, and the dim's once it is cut."""
-    dims = plan.tensors.get(site.tensor)
-    return site.layout, None if dims is None else dims[site.dim]
+class GateValues:
+    """The current multipliers along one layout, for the modules that use them.
+
+    It has an attribute rather than a place in a list, so that torch.compile sees equal blocks
+    of a model as equal.
+
+    Attributes:
+        values: the multipliers; None where nothing is computed.
+        begin: where they begin in those of all layouts.
+    """
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+        self.begin = 0
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {"values": None, "begin": self.begin}
 
 
-def _uniform(like: Tensor) -> Tensor:
-    """Noise strictly between 0 and 1 from the device's global generator."""
-    epsilon = torch.finfo(like.dtype).eps
-    return torch.empty_like(like).uniform_(epsilon, 1 - epsilon)
+def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
+    """``tensor`` times ``values`` along ``dim``; dtype and device are the tensor's.
+
+    Where the values are the more precise of the two (float32 gates of a bfloat16 model), the
+    product and its gradients are computed in their dtype.
+
+    Shape: tensor any; values ``(tensor.shape[dim],)``.
+    """
+    if not tensor.numel():  # of a branch that is gone: nothing is left to multiply
+        return tensor
+    if values.device != tensor.device:
+        values = values.to(tensor.device)
+    product = tensor * along(tensor, values, dim)
+    return product if product.dtype == tensor.dtype else product.to(tensor.dtype)
+
+
+def along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
+    """``values`` shaped to broadcast against ``tensor``.
+
+    Where short dimensions follow ``dim`` (a 3×3 kernel), repeating each value over them makes
+    rows, which the CPU multiplies, and sums in backward, four times as fast as it broadcasts.
+
+    Nothing here is told a size: the code around it may be one whose sizes are given to it, call
+    by call (see ``GivenSizes``).
+    """
+    after = tensor.shape[dim + 1 :]
+    if not after:
+        return values
+    for _ in range(dim):
+        values = values.unsqueeze(0)
+    for _ in after:
+        values = values.unsqueeze(-1)
+    is_on_cpu = tensor.device.type == "cpu"
+    if dim == 0 or prod(after) == 1 or not (is_on_cpu and tensor.is_contiguous()):
+        return values
+    one = tensor.detach()
+    for before in range(dim):
+        one = one.narrow(before, 0, 1)
+    return values.expand_as(one).contiguous()
+
+
+_Row = tuple[int, Tensor]
+
+
+class Spreader:
+    """``plan.spread(layout, z)`` for all layouts at once, at a cost that hardly grows with them.
+
+    Each position of a layout is a product of entries of z, so that rows of indices say it all. The
+    layouts of fewer factors come first, and each further factor is a row from some position on:
+    one gather per factor, then one split into a view for each layout.
+    """
+
+    def __init__(self, plan: Plan, layouts: Sequence[tuple[Layout, Tensor | None]]) -> None:
+        """Args: layouts, each with the positions that are left of it, None for all."""
+        tables = [_left(plan.gate_table(layout), left) for layout, left in layouts]
+        order = sorted(range(len(layouts)), key=lambda number: tables[number].shape[0])
+        sizes = [tables[number].shape[1] for number in order]
+        self._sizes = sizes
+        self._place = [order.index(number) for number in range(len(layouts))]
+        self.begins = [sum(sizes[:place]) for place in self._place]
+        # No row at all is a factor of one, for which the index past the last gate stands.
+        in_order = [
+            tables[number] if len(tables[number]) else torch.full((1, size), plan.size)
+            for number, size in zip(order, sizes, strict=True)
+        ]
+        self._rows: list[_Row] = []
+        for factor in range(max(map(len, in_order), default=0)):
+            deep = [table[factor] for table in in_order if len(table) > factor]
+            row = torch.cat(deep)
+            self._rows.append((sum(sizes) - len(row), row))
+        self._has_ones = any(bool((row == plan.size).any()) for _, row in self._rows)
+        self._is_split = len(self._rows) == 1 and torch.equal(
+            self._rows[0][1], torch.arange(plan.size)
+        )
+
+    def __call__(self, z: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """All multipliers in one vector, and the parts of it, one per layout.
+
+        Of z's dtype and device; differentiable any number of times over.
+
+        Shape: z ``(plan.size,)``; parts as many as positions are left of each layout.
+        """
+        if not self._rows:
+            return z, ()
+        if not self._is_split:
+            if self._rows[0][1].device != z.device:
+                self._rows = [(start, row.to(z.device)) for start, row in self._rows]
+            z = F.pad(z, (0, 1), value=1.0) if self._has_ones else z
+            if z.requires_grad and torch.is_grad_enabled():
+                z = _ProductGather.apply(z, self._rows)
+            else:
+                z = _product(_gathered(z, self._rows), self._rows)
+        return z, self._parts(z)
+
+    def _parts(self, z: Tensor) -> list[Tensor]:
+        """Split what was spread, for a backward pass that few of the parts may take on a GPU."""
+        if z.device.type == "cpu":  # one node of the graph, which fills in zeros for all others
+            parts = z.split_with_sizes(self._sizes)
+            return [parts[place] for place in self._place]
+        sizes = (self._sizes[place] for place in self._place)
+        return [z.narrow(0, at, size) for at, size in zip(self.begins, sizes, strict=True)]
+
+
+def _left(table: Tensor, left: Tensor | None) -> Tensor:
+    return table if left is None else table[:, left]
+
+
+def _gathered(values: Tensor, rows: list[_Row]) -> list[Tensor]:
+    return [values.index_select(0, row) for _, row in rows]
+
+
+def _product(gathered: list[Tensor], rows: list[_Row]) -> Tensor:
+    """The first factor of each position times what others it has."""
+    result = gathered[0]
+    for (start, _), factor in zip(rows[1:], gathered[1:], strict=True):
+        result = torch.cat([result[:start], result[start:] * factor])
+    return result
+
+
+class _ProductGather(Function):
+    """The product of all rows' gathers, whose backward pass may run more than once.
+
+    See ``hard_sigmoid`` for why what it needs are attributes rather than saved tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: list[_Row]) -> Tensor:
+        ctx.size, ctx.rows = values.shape[0], rows
+        gathered = _gathered(values, rows)
+        ctx.gathered = gathered if len(rows) > 1 else []
+        return _product(gathered, rows)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result = grad.new_zeros(ctx.size)
+        for number, (start, row) in enumerate(ctx.rows):
+            share = grad[start:]
+            for other, factor in enumerate(ctx.gathered):
+                if other != number:
+                    share = _times(share, start, factor, ctx.rows[other][0])
+            result.index_add_(0, row, share)
+        return result, None
+
+
+def _times(share: Tensor, start: int, factor: Tensor, begins: int) -> Tensor:
+    """Multiply a share, from position ``start`` on, by a factor of positions from ``begins`` on."""
+    if begins <= start:
+        return share * factor[start - begins :]
+    share = share.clone()
+    share[begins - start :] *= factor
+    return share

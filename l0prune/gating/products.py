@@ -24,7 +24,7 @@ from l0prune.capture.compat import (
     version_of,
 )
 from l0prune.errors import first_line, warn
-from l0prune.gating.multipliers import along
+from l0prune.gating.multiplying import along
 from l0prune.gating.weight_tables import Line, Sites, Table, flat, kernels, line_of, parts
 
 _OFF = (

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from l0prune.gating.multipliers import GateValues
+from l0prune.gating.multiplying import GateValues
 
 Sites = Sequence[tuple[GateValues, int]]
 

@@ -4,7 +4,7 @@ l0prune.gate(module.network, x)
 pruner = l0prune.Pruner(module.network, budget="macs=0.5", steps=1000)  # as many as the run has
 trainer = lightning.Trainer(max_steps=1000, callbacks=[L0Callback(pruner)])
 trainer.fit(module, batches)
-dense = l0prune.export(module.network)
+small = l0prune.export(module.network)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     pruner = l0prune.Pruner(model, budget="macs=0.5", steps=1000)  # as many as the run has
     trainer = Trainer(model, TrainingArguments(..., max_steps=1000), callbacks=[L0Callback(pruner)])
     trainer.train()
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
 
 The pruner's state lies as a file beside each checkpoint of the Trainer.
 """

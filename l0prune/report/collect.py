@@ -62,36 +62,36 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def from_export(dense: Export, first: Export | None = None) -> Content:
+def from_export(small: Export, first: Export | None = None) -> Content:
     """Return the report of an export.
 
     ``first`` is the export of the first of several rounds, whose network is what there was before.
     """
-    first = first or dense
-    layers, axes = _cuts_of(dense)
-    if first is not dense:
+    first = first or small
+    layers, axes = _cuts_of(small)
+    if first is not small:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
-    files = list(dense.files)
-    if _others(dense):  # that in float32 counts, with its weights
+    files = list(small.files)
+    if _others(small):  # that in float32 counts, with its weights
         files = [each for each in files if each.name.startswith(files[0].name)]
-    size, times = sum(file.stat().st_size for file in files), dense.times
+    size, times = sum(file.stat().st_size for file in files), small.times
     before = None if times is None else times.dense_bytes
     return Content(
-        title=type(dense.module).__name__,
+        title=type(small.module).__name__,
         made=now(),
         gain=Gain(
-            params=Pair(before=first.params_before, after=dense.params),
-            macs=Pair(before=first.macs_before, after=dense.macs),
+            params=Pair(before=first.params_before, after=small.params),
+            macs=Pair(before=first.macs_before, after=small.macs),
             bytes=Pair(before=before, after=size) if size else None,
             time=None if times is None else _time(times),
         ),
-        certificate=[Comparison(**check) for check in dense.certificate.to_dict()],
-        notes="\n".join(filter(None, (dense.note, *_notes_on_others(dense)))),
+        certificate=[Comparison(**check) for check in small.certificate.to_dict()],
+        notes="\n".join(filter(None, (small.note, *_notes_on_others(small)))),
         axes=axes,
         layers=layers,
-        bits=[] if dense.ranges is None else _bits(dense.ranges.by_layer),
-        repeat=repeat_facts(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
+        bits=[] if small.ranges is None else _bits(small.ranges.by_layer),
+        repeat=repeat_facts(small.files).model_copy(update={"preprocessing": small.preprocessing}),
     )
 
 
@@ -275,23 +275,23 @@ def _time(times: Times) -> Time:
     )
 
 
-def _others(dense: Export) -> dict[str, Int8 | Half]:
+def _others(small: Export) -> dict[str, Int8 | Half]:
     """Return what fewer bits change, by their name, of files that lie beside the one in float32."""
-    found: dict[str, Int8 | Half] = {} if dense.int8 is None else {"int8": dense.int8}
-    return found if dense.half is None else {**found, dense.half.dtype: dense.half}
+    found: dict[str, Int8 | Half] = {} if small.int8 is None else {"int8": small.int8}
+    return found if small.half is None else {**found, small.half.dtype: small.half}
 
 
-def _notes_on_others(dense: Export) -> list[str]:
+def _notes_on_others(small: Export) -> list[str]:
     found = []
-    for name, other in _others(dense).items():
+    for name, other in _others(small).items():
         said = (each[:1].upper() + each[1:] for each in other.warnings)
         found.append(" ".join((f"In {name}: {other}.", *(f"{each}." for each in said))))
     return found
 
 
-def _cuts_of(dense: Export) -> tuple[list[LayerChange], list[Axis]]:
-    layers = layers_before_and_after(dense.plan, dense.kept, dense.weights)
-    return layers, axes_before_and_after(dense.plan, dense.kept)
+def _cuts_of(small: Export) -> tuple[list[LayerChange], list[Axis]]:
+    layers = layers_before_and_after(small.plan, small.kept, small.weights)
+    return layers, axes_before_and_after(small.plan, small.kept)
 
 
 def _layers_since(first: Sequence[LayerChange], last: Sequence[LayerChange]) -> list[LayerChange]:

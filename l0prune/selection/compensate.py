@@ -24,7 +24,7 @@ from l0prune.errors import DataError, warn
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
-from l0prune.gating.multipliers import along
+from l0prune.gating.multiplying import along
 from l0prune.plan.numbers import check_whole
 from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.criteria import class_dim, is_classification

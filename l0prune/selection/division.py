@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.multipliers import along
+from l0prune.gating.multiplying import along
 from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan

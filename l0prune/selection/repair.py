@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.multipliers import along
+from l0prune.gating.multiplying import along
 from l0prune.plan.plan import Plan
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.lockstep import (

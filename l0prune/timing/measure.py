@@ -21,7 +21,8 @@ from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
-from l0prune.timing.latency_model import LayoutSizes, Numbers, Samples, fit_model, fit_smooth
+from l0prune.timing.latency_fit import Samples, fit_model, fit_smooth
+from l0prune.timing.latency_model import LayoutSizes, Numbers
 from l0prune.timing.onnx_files import Job
 from l0prune.timing.runtimes import runtime_of
 from l0prune.timing.sizes import all_slots, slots_of

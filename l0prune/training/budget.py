@@ -42,101 +42,6 @@ from l0prune.selection.fitting import Movable, Widths
 _EVERY = 10  # steps
 _KEPT = 0.9  # of what was found before
 _ROUNDING = 1e-4  # of the budgets' gradient, below which nothing is known of the loss
-
-
-class Balance:
-    """The norm of the gradient of all excess over that of the loss, for log α.
-
-    The ``weight`` is the geometric mean over the looks, late ones counting most.
-    """
-
-    def __init__(self) -> None:
-        self.weight = torch.tensor(1.0)
-        self._pulls: Tensor | None = None
-
-    def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
-        """Every few steps, ``done`` so far: note the gradients of the budgets' excess, ``(k,)``."""
-        if done % _EVERY == 0 and excess.requires_grad:
-            pulls = (
-                torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
-                for each in excess.unbind()
-            )
-            self._pulls = torch.stack([*pulls])
-
-    def weigh(self, done: int, gradient: Tensor, multipliers: Tensor) -> None:
-        """After ``look``: the weight, by the gradient for log α of loss and budgets together.
-
-        Nothing waits for the device. Where one of the two is next to nothing, the weight stays.
-        """
-        if self._pulls is None:
-            return
-        priced = multipliers.to(self._pulls.dtype) @ self._pulls
-        of_loss = (gradient - priced).norm()
-        found = self._pulls.sum(0).norm() / of_loss
-        weight = self.weight.to(found)
-        mean = found if done == 0 else weight**_KEPT * found ** (1 - _KEPT)
-        is_told = (found > 0) & (of_loss > _ROUNDING * priced.norm())
-        self.weight = torch.where(is_told, mean, weight)
-        self._pulls = None
-
-
-class BlockCoupling:
-    """The blocks of all axes. A block is made of slots that matter about as much.
-
-    Those of one rank in axes that keep equally many slots are one block.
-
-    Attributes:
-        numbers: of the block that each slot is in, shape ``(plan.size,)``.
-
-    Args:
-        worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
-            where it is.
-    """
-
-    def __init__(self, plan: Plan, blocks: Sequence[int], worth: Tensor) -> None:
-        order = worth.detach().cpu()
-        numbers, axes = (torch.zeros(plan.size, dtype=torch.long) for _ in range(2))
-        stays = torch.zeros(plan.size, dtype=torch.bool)
-        for number, (axis, block) in enumerate(zip(plan.axes, blocks, strict=True)):
-            numbers[axis.slice] = axis.start + _ranks(order, axis) // block
-            axes[axis.slice] = number
-            stays[axis.slice] = block > 1 and number not in plan.closing
-        for first, *others in plan.equally_wide:
-            start, size = plan.axes[first].start, plan.axes[first].size
-            of_rank = torch.empty(size, dtype=torch.long)
-            of_rank[_ranks(order, plan.axes[first])] = numbers[start : start + size]
-            for other in others:
-                numbers[plan.axes[other].slice] = of_rank[_ranks(order, plan.axes[other])]
-        self._count = len(plan.axes)
-        self.numbers, self._axes, self._stays = numbers, axes, stays
-        self._sizes = numbers.bincount(minlength=plan.size)[numbers]
-        self.move(worth.device)
-
-    def move(self, device: torch.device) -> None:
-        """Keep the blocks there, so that no step has to bring them."""
-        self.numbers, self._axes = self.numbers.to(device), self._axes.to(device)
-        self._stays, self._sizes = self._stays.to(device), self._sizes.to(device)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """For each slot the mean of its block; shape ``(plan.size,)``."""
-        sums = torch.zeros_like(values).index_add(0, self.numbers, values)
-        return sums[self.numbers] / self._sizes
-
-    def least(self, p: Tensor) -> Tensor:
-        """Return ``p`` with 1 for the block of each axis that is likeliest to stay open.
-
-        Axes that may close completely, and those without blocks, are as they were.
-        """
-        now = p.detach()
-        most = now.new_zeros(self._count).scatter_reduce(0, self._axes, now, "amax")[self._axes]
-        return torch.where(self._stays & (now >= most), 1.0, p)
-
-
-def _ranks(worth: Tensor, axis: Axis) -> Tensor:
-    """Return the rank of each slot of an axis, the best first; shape ``(axis.size,)``."""
-    return worth[axis.slice].argsort(descending=True, stable=True).argsort()
-
-
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
 # A share of the target beyond which excess counts no more.
@@ -369,6 +274,99 @@ class Budget:
             self._block_coupling = BlockCoupling(
                 self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)
             )
+
+
+class Balance:
+    """The norm of the gradient of all excess over that of the loss, for log α.
+
+    The ``weight`` is the geometric mean over the looks, late ones counting most.
+    """
+
+    def __init__(self) -> None:
+        self.weight = torch.tensor(1.0)
+        self._pulls: Tensor | None = None
+
+    def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
+        """Every few steps, ``done`` so far: note the gradients of the budgets' excess, ``(k,)``."""
+        if done % _EVERY == 0 and excess.requires_grad:
+            pulls = (
+                torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
+                for each in excess.unbind()
+            )
+            self._pulls = torch.stack([*pulls])
+
+    def weigh(self, done: int, gradient: Tensor, multipliers: Tensor) -> None:
+        """After ``look``: the weight, by the gradient for log α of loss and budgets together.
+
+        Nothing waits for the device. Where one of the two is next to nothing, the weight stays.
+        """
+        if self._pulls is None:
+            return
+        priced = multipliers.to(self._pulls.dtype) @ self._pulls
+        of_loss = (gradient - priced).norm()
+        found = self._pulls.sum(0).norm() / of_loss
+        weight = self.weight.to(found)
+        mean = found if done == 0 else weight**_KEPT * found ** (1 - _KEPT)
+        is_told = (found > 0) & (of_loss > _ROUNDING * priced.norm())
+        self.weight = torch.where(is_told, mean, weight)
+        self._pulls = None
+
+
+class BlockCoupling:
+    """The blocks of all axes. A block is made of slots that matter about as much.
+
+    Those of one rank in axes that keep equally many slots are one block.
+
+    Attributes:
+        numbers: of the block that each slot is in, shape ``(plan.size,)``.
+
+    Args:
+        worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
+            where it is.
+    """
+
+    def __init__(self, plan: Plan, blocks: Sequence[int], worth: Tensor) -> None:
+        order = worth.detach().cpu()
+        numbers, axes = (torch.zeros(plan.size, dtype=torch.long) for _ in range(2))
+        stays = torch.zeros(plan.size, dtype=torch.bool)
+        for number, (axis, block) in enumerate(zip(plan.axes, blocks, strict=True)):
+            numbers[axis.slice] = axis.start + _ranks(order, axis) // block
+            axes[axis.slice] = number
+            stays[axis.slice] = block > 1 and number not in plan.closing
+        for first, *others in plan.equally_wide:
+            start, size = plan.axes[first].start, plan.axes[first].size
+            of_rank = torch.empty(size, dtype=torch.long)
+            of_rank[_ranks(order, plan.axes[first])] = numbers[start : start + size]
+            for other in others:
+                numbers[plan.axes[other].slice] = of_rank[_ranks(order, plan.axes[other])]
+        self._count = len(plan.axes)
+        self.numbers, self._axes, self._stays = numbers, axes, stays
+        self._sizes = numbers.bincount(minlength=plan.size)[numbers]
+        self.move(worth.device)
+
+    def move(self, device: torch.device) -> None:
+        """Keep the blocks there, so that no step has to bring them."""
+        self.numbers, self._axes = self.numbers.to(device), self._axes.to(device)
+        self._stays, self._sizes = self._stays.to(device), self._sizes.to(device)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """For each slot the mean of its block; shape ``(plan.size,)``."""
+        sums = torch.zeros_like(values).index_add(0, self.numbers, values)
+        return sums[self.numbers] / self._sizes
+
+    def least(self, p: Tensor) -> Tensor:
+        """Return ``p`` with 1 for the block of each axis that is likeliest to stay open.
+
+        Axes that may close completely, and those without blocks, are as they were.
+        """
+        now = p.detach()
+        most = now.new_zeros(self._count).scatter_reduce(0, self._axes, now, "amax")[self._axes]
+        return torch.where(self._stays & (now >= most), 1.0, p)
+
+
+def _ranks(worth: Tensor, axis: Axis) -> Tensor:
+    """Return the rank of each slot of an axis, the best first; shape ``(axis.size,)``."""
+    return worth[axis.slice].argsort(descending=True, stable=True).argsort()
 
 
 def passed_of(done: float, length: float) -> float:

@@ -43,6 +43,6 @@ def test_survey_gate_and_export_are_about_the_model_itself():
     l0prune.gate(model, x)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert dense.module(x).dtype == torch.float32
+    small = l0prune.export(model)
+    assert small.module(x).dtype == torch.float32
     assert model(x).dtype == torch.bfloat16

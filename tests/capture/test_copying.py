@@ -88,10 +88,10 @@ def test_the_copy_computes_with_its_own_weights(kind):
 def test_such_models_are_exported(kind):
     x = torch.randn(3, 4)
     model = close_some(l0prune.gate(randomise(kind()).eval(), x, exclude="*.in"))
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert dense.params < dense.params_before
-    torch.testing.assert_close(dense.module(x), model(x), rtol=1e-4, atol=1e-5)
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert small.params < small.params_before
+    torch.testing.assert_close(small.module(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_functions_of_others_stay_what_they_are():

@@ -79,18 +79,18 @@ def test_each_call_gets_a_memory_of_its_own(tmp_path):
 def test_a_graph_takes_the_slots_of_a_memory_that_stayed():
     model = gated()
     with as_graph():
-        dense = l0prune.export(model)
-    assert not dense.rebuilt
+        small = l0prune.export(model)
+    assert not small.rebuilt
     stays, x, kept = (
-        dense.kept[dense.plan.axes[0].slice],
+        small.kept[small.plan.axes[0].slice],
         torch.randn(2, 1, 5),
         torch.randn(2, 4, 6),
     )
     with torch.no_grad():
-        expected, found = model(x, Memory(kept)), dense.module(x, [kept[..., stays]])
+        expected, found = model(x, Memory(kept)), small.module(x, [kept[..., stays]])
     assert of_scale(expected, found) <= 1e-5
     with pytest.raises(RuntimeError, match="has to measure"):
-        dense.module(x, [kept])
+        small.module(x, [kept])
 
 
 def test_an_object_that_is_only_read_is_data_and_stays_whole():

@@ -115,9 +115,9 @@ def test_a_dataclass_as_output_is_taken_whole_once_it_is_registered():
     assert in_parts.plan.parts == ("inner",)
     assert "torch.export.register_dataclass(Answer) once" in in_parts.pins[0].reason
     torch.export.register_dataclass(Answer)
-    dense = l0prune.export(close_some(l0prune.gate(model.double(), X.double())))
-    found, expected = dense.module(X.double()), model(X.double())
-    assert not dense.pieces[0].path
+    small = l0prune.export(close_some(l0prune.gate(model.double(), X.double())))
+    found, expected = small.module(X.double()), model(X.double())
+    assert not small.pieces[0].path
     assert found.ratio == expected.ratio
-    assert dense.params < dense.params_before
+    assert small.params < small.params_before
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-10, atol=1e-12)

@@ -70,12 +70,12 @@ def test_transformers_with_a_mask_are_captured_as_a_whole(kind, constant):
     args = (x,) if constant else (x, CAUSAL.double())
     l0prune.gate(model, args)
     assert l0prune.gates(model).plan.parts == ("",)
-    dense = l0prune.export(close_some(model))
-    assert dense.params < dense.params_before
+    small = l0prune.export(close_some(model))
+    assert small.params < small.params_before
     for other in (CAUSAL, CAUSAL.T):
         given = (torch.randn(3, 5, 8).double(), *((other.double(),) if not constant else ()))
         with torch.no_grad():
-            found, expected = dense.module(*given), model(*given)
+            found, expected = small.module(*given), model(*given)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -117,12 +117,12 @@ def test_padding_that_comes_last_is_zero_where_torch_packs_tokens(nested, norm, 
         packed = model(x, lengths)
     assert nested != torch.allclose(packed, model(x, lengths), atol=1e-3)  # with gradients
     l0prune.gate(model, (x, lengths))
-    dense = l0prune.export(close_some(model))
-    assert dense.params < dense.params_before
-    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(close_some(model))
+    assert small.params < small.params_before
+    (file,) = small.save_onnx(tmp_path / "model.onnx")
     for mask in (lengths, *OTHERS):
         x = torch.randn(len(mask), 5, 8)
         with torch.no_grad():
-            found, expected = dense.module(x, mask), model(x, mask)
+            found, expected = small.module(x, mask), model(x, mask)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(run_onnx(file, x, mask)[0], expected)

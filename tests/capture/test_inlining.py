@@ -40,9 +40,9 @@ def test_operators_under_a_mode_are_seen_and_cut(forward):
     l0prune.gate(model, (x,))
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert difference(model, dense, x) <= 1e-12
-    assert dense.params < found.params
+    small = l0prune.export(model)
+    assert difference(model, small, x) <= 1e-12
+    assert small.params < found.params
 
 
 def under_autocast(m, x):
@@ -69,10 +69,10 @@ def test_the_casts_of_autocast_are_nodes_of_the_graph():
     l0prune.gate(model, (x,))
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert difference(model, dense, x) <= ROUNDED
-    assert dense.params < dense.params_before
-    torch.testing.assert_close(dense.module(x), model(x), atol=0.02, rtol=0.02)
+    small = l0prune.export(model)
+    assert difference(model, small, x) <= ROUNDED
+    assert small.params < small.params_before
+    torch.testing.assert_close(small.module(x), model(x), atol=0.02, rtol=0.02)
 
 
 def test_what_autocast_does_beside_casts_stays_apart(monkeypatch):

@@ -38,13 +38,13 @@ def test_a_cache_beside_the_results_is_left_out_of_the_graph_alone():
     l0prune.gate(model.eval(), (x,))
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     assert "forward" not in vars(model)
-    found = dense.module(x)
+    found = small.module(x)
     torch.testing.assert_close(found["logits"], model(x)["logits"])
     assert isinstance(found["cache"], Cache)
-    assert found["cache"].keys.shape[1] == dense.module.a.out_features < 8
-    assert len(dense.program.graph_signature.user_outputs) == 2  # the second is None
+    assert found["cache"].keys.shape[1] == small.module.a.out_features < 8
+    assert len(small.program.graph_signature.user_outputs) == 2  # the second is None
 
 
 @pytest.mark.parametrize("wrap", [lambda y, _: Result(y), lambda y, _: Cache(y)])

@@ -61,9 +61,9 @@ def test_it_is_cut_exactly():
     l0prune.gate(model, (x,))
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert difference(model, dense, x) <= 1e-12
-    assert dense.params < sum(p.numel() for p in model.parameters())
+    small = l0prune.export(model)
+    assert difference(model, small, x) <= 1e-12
+    assert small.params < sum(p.numel() for p in model.parameters())
 
 
 def read(m, x):

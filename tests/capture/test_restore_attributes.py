@@ -52,11 +52,11 @@ def test_a_detector_is_after_survey_gate_and_export_as_it_was(has_run):
     with torch.no_grad():
         l0prune.gates(model).log_alpha[:4] = -9
     expected = model(x)
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert torch.allclose(dense.module(x), expected, atol=1e-5)
-    assert all(type(grid) is torch.Tensor for grid in dense.module.last)
-    assert dense.module(torch.randn(3, 3, 6, 6)).shape == (3, 2, 6, 6)
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert torch.allclose(small.module(x), expected, atol=1e-5)
+    assert all(type(grid) is torch.Tensor for grid in small.module.last)
+    assert small.module(torch.randn(3, 3, 6, 6)).shape == (3, 2, 6, 6)
 
 
 def test_a_model_that_cannot_be_captured_is_as_it_was():

@@ -44,11 +44,11 @@ def test_any_name_that_torch_takes_is_taken(names, own_class, tmp_path):
     l0prune.gate(model, x)
     assert [axis.name for axis in l0prune.gates(model).axes][:2] == [f"of.{n}" for n in names[:2]]
     with nullcontext() if own_class else as_graph():
-        dense = l0prune.export(close_some(model))
-    assert dense.params < dense.params_before
-    assert dense.rebuilt == own_class
-    torch.testing.assert_close(copy.deepcopy(dense.module)(x), model(x), rtol=1e-10, atol=1e-12)
-    learned_on(dense).save_onnx(tmp_path / "m.onnx")
+        small = l0prune.export(close_some(model))
+    assert small.params < small.params_before
+    assert small.rebuilt == own_class
+    torch.testing.assert_close(copy.deepcopy(small.module)(x), model(x), rtol=1e-10, atol=1e-12)
+    learned_on(small).save_onnx(tmp_path / "m.onnx")
 
 
 def test_a_name_with_brackets_means_itself():

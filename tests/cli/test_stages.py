@@ -8,7 +8,7 @@ from small_task import clouds, gated
 from torch import nn
 
 import l0prune
-from l0prune.cli.edge import announced, shown
+from l0prune.cli.messages import announced, shown
 from l0prune.running.stages import Stage, stage, watched
 
 
@@ -91,7 +91,7 @@ def test_checks_of_one_model_are_numbered():
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_took_long_leaves_a_line(monkeypatch, is_terminal):
-    monkeypatch.setattr("l0prune.cli.edge.LONG", 0.05)
+    monkeypatch.setattr("l0prune.cli.messages.LONG", 0.05)
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
     with shown(console):
         with stage("short"):

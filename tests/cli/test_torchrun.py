@@ -61,9 +61,9 @@ def test_two_processes_write_one_model_that_exports(gated, distributed, start):
     lines = (gated / "model.run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
     tuned = l0prune.load(gated / "model.tuned.pt")
-    dense = l0prune.export(tuned)
-    assert dense.params == result["params"] <= 0.5 * result["dense_params"]
-    dense.save_onnx(gated / "model.onnx")
+    small = l0prune.export(tuned)
+    assert small.params == result["params"] <= 0.5 * result["dense_params"]
+    small.save_onnx(gated / "model.onnx")
     found = l0prune.evaluate(tuned, l0prune.load_data("digits"))
     assert found["error"] == pytest.approx(result["error"])
 

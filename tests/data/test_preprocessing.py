@@ -70,8 +70,8 @@ def test_what_a_task_says_of_its_images_is_in_the_files_of_an_export(tmp_path):
         l0prune.save(model, tmp_path / "net.tuned.pt")
         told = l0prune.read_info(tmp_path / "net.tuned.pt")["preprocessing"]
         assert Preprocessing.model_validate(told) == known
-        dense = l0prune.export(copy.deepcopy(model))
-        assert dense.preprocessing == known
-        dense.save_pretrained(tmp_path / "small")
+        small = l0prune.export(copy.deepcopy(model))
+        assert small.preprocessing == known
+        small.save_pretrained(tmp_path / "small")
         manifest = json.loads((tmp_path / "small/l0prune.json").read_text())
         assert Preprocessing.model_validate(manifest["preprocessing"]) == known

@@ -27,10 +27,10 @@ def test_the_residual_stream_is_cut_exactly(name):
         assert torch.equal(model(*args, **kwargs).logits, before)
     l0prune.ungate(model)
     scramble(model.double(), (args, kwargs))
-    dense = l0prune.export(model)
-    kept, whole = dense.widths["model.embed_tokens"]
+    small = l0prune.export(model)
+    kept, whole = small.widths["model.embed_tokens"]
     assert kept < whole
-    assert difference(model, dense, args, kwargs) <= 1e-10
+    assert difference(model, small, args, kwargs) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -43,13 +43,13 @@ def test_a_cut_decoder_generates_what_the_gated_one_does(name):
     kind = type(model)
     scramble(model, (args, kwargs), branches=False)  # without one a class goes on otherwise
     assert l0prune.gates(model).plan.parts == ("",)
-    dense = l0prune.export(model)
-    assert type(dense.module) is kind
+    small = l0prune.export(model)
+    assert type(small.module) is kind
     tokens, mask = kwargs["input_ids"], torch.ones_like(kwargs["input_ids"])
     how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     for use_cache in (True, False):
         expected = model.generate(tokens, use_cache=use_cache, **how)
-        assert torch.equal(dense.module.generate(tokens, use_cache=use_cache, **how), expected)
+        assert torch.equal(small.module.generate(tokens, use_cache=use_cache, **how), expected)
         assert len(expected[0]) > tokens.shape[1]
 
 
@@ -60,6 +60,6 @@ def test_transformers_keep_their_class(name):
     model, (args, kwargs) = zoo.build("transformers", name)
     kind = type(model)
     scramble(model, (args, kwargs))
-    dense = l0prune.export(model)
-    assert type(dense.module) is kind
-    assert difference(model, dense, args, kwargs) <= ROUNDED
+    small = l0prune.export(model)
+    assert type(small.module) is kind
+    assert difference(model, small, args, kwargs) <= ROUNDED

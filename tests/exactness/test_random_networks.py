@@ -56,11 +56,11 @@ def check_export(network: nn.Module, x: torch.Tensor, part: float = 0.5) -> None
         drawn = torch.rand(bank.plan.size, generator=generator)
         bank.log_alpha[drawn < torch.where(switches_of(bank.plan), 0.5, part)] = -5.0
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dense = l0prune.export(model.eval())
+    small = l0prune.export(model.eval())
     # what half of a small network's gates leave open may be nothing
-    assert difference(model, dense, x, may_vanish=True) <= 1e-10
-    assert graph_difference(model, dense, x, may_vanish=True) <= 1e-10
-    assert sum(p.numel() for p in dense.program.parameters()) == dense.params
+    assert difference(model, small, x, may_vanish=True) <= 1e-10
+    assert graph_difference(model, small, x, may_vanish=True) <= 1e-10
+    assert sum(p.numel() for p in small.program.parameters()) == small.params
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     l0prune.ungate(model)

@@ -99,14 +99,14 @@ def check(seed, steps, most=None):
         open_[places] = True
         open_[gone] = False
         bank.set_open(open_)
-        dense = l0prune.export(gated)
+        small = l0prune.export(gated)
         names = {axis.name for axis in bank.plan.axes if axis.start in gone}
-        assert names <= {*dense.gone}, program
-        assert difference(gated, dense, x, may_vanish=True) <= 1e-10, (program, names)
-        assert graph_difference(gated, dense, x, may_vanish=True) <= 1e-10, (program, names)
-        held = sum(p.numel() for p in dense.program.parameters())
-        planned = cost_of(dense.plan).actual(dense.kept, "params")
-        assert (held, dense.params) == (planned, planned), (program, names)
+        assert names <= {*small.gone}, program
+        assert difference(gated, small, x, may_vanish=True) <= 1e-10, (program, names)
+        assert graph_difference(gated, small, x, may_vanish=True) <= 1e-10, (program, names)
+        held = sum(p.numel() for p in small.program.parameters())
+        planned = cost_of(small.plan).actual(small.kept, "params")
+        assert (held, small.params) == (planned, planned), (program, names)
     return len(places)
 
 

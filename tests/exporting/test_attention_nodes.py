@@ -58,8 +58,8 @@ def test_no_size_is_read_off_at_run_time_and_a_query_may_look_at_nothing(mask, t
     """Of such a query torch answers zero; the exporter by itself an average of all values."""
     x = torch.randn(2, 7, 12)
     model = close_some(l0prune.gate(randomise(Attention(mask)).eval(), (x,), exclude="*.in"))
-    dense = l0prune.export(model)
-    dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(model)
+    small.save_onnx(tmp_path / "model.onnx")
     kinds = {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
     assert mask is not None or not kinds & {"Shape", "Gather", "Concat"}
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= ROUNDED
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= ROUNDED

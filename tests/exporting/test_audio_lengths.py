@@ -23,15 +23,15 @@ def test_wav2vec_takes_any_length(tmp_path):
     torch.manual_seed(0)
     model = transformers.Wav2Vec2Model(config).eval()
     l0prune.gate(model, torch.randn(2, 800), dynamic_shapes={"input_values": {1: "samples"}})
-    dense = l0prune.export(close_some(model, seed=1))
-    assert dense.rebuilt
-    (piece,) = dense.pieces
+    small = l0prune.export(close_some(model, seed=1))
+    assert small.rebuilt
+    (piece,) = small.pieces
     assert piece.free.names == ("samples",)
-    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    (file,) = small.save_onnx(tmp_path / "model.onnx")
     for samples in (400, 801, 1511):
         sound = torch.randn(3, samples)
         with torch.no_grad():
-            expected, found = (each(sound).last_hidden_state for each in (model, dense.module))
+            expected, found = (each(sound).last_hidden_state for each in (model, small.module))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(run_onnx(file, sound)[0], expected, rtol=1e-4, atol=1e-4)
 

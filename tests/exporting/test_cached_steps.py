@@ -53,15 +53,15 @@ def test_what_is_left_is_counted_from_the_first_place_on(make, closed, tmp_path)
 def test_a_class_that_would_go_on_otherwise_is_not_handed_out(monkeypatch):
     model = gated(llama, "model.layers.0.self_attn")
     right = CachedStep.of(model, ((), {"input_ids": TOKENS}))
-    dense = l0prune.export(model)
-    assert right.fault_of(dense.module) == ""
-    for number, layer in enumerate(dense.module.model.layers):
+    small = l0prune.export(model)
+    assert right.fault_of(small.module) == ""
+    for number, layer in enumerate(small.module.model.layers):
         layer.self_attn.layer_idx = number
-    assert right.fault_of(dense.module) == SOMETHING_ELSE
+    assert right.fault_of(small.module) == SOMETHING_ELSE
     monkeypatch.setattr(skipped_modules, "renumbered", lambda plain, passed: {})
-    dense = l0prune.export(model)
-    assert not dense.rebuilt
-    assert f"its code computes that; without that, {SOMETHING_ELSE}" in dense.note
+    small = l0prune.export(model)
+    assert not small.rebuilt
+    assert f"its code computes that; without that, {SOMETHING_ELSE}" in small.note
 
 
 def test_what_keeps_no_cache_has_no_such_step():
@@ -131,8 +131,8 @@ def test_a_step_with_a_cache_as_the_example_is_cut_as_one_without(tmp_path):
     assert names == {axis.name: axis.size for axis in without.axes}
     assert any(each.endswith(".heads") for each in names)
     l0prune.gate(model, (), example, survey=found, branches=False)
-    dense = l0prune.export(close_some(model))
-    assert dense.rebuilt, dense.note
-    torch.testing.assert_close(by_hand(dense.module), by_hand(model))
-    dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(close_some(model))
+    assert small.rebuilt, small.note
+    torch.testing.assert_close(by_hand(small.module), by_hand(model))
+    small.save_onnx(tmp_path / "model.onnx")
     assert before.get_seq_length() == length

@@ -62,28 +62,28 @@ def test_a_learned_filter_is_cut_with_both_of_its_parts(dtype, tmp_path):
         model, x = model.double(), x.double()
     gated(model, x)
     assert model.filter.dtype == torch.complex64  # torch's double() leaves it
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert dense.note == ""
-    assert dense.widths["a"] == (5, 8)
-    assert dense.module.filter.shape == (6, 4, 5)
-    assert {p.dtype for p in dense.module.parameters()} == {dtype, torch.complex64}
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert small.note == ""
+    assert small.widths["a"] == (5, 8)
+    assert small.module.filter.shape == (6, 4, 5)
+    assert {p.dtype for p in small.module.parameters()} == {dtype, torch.complex64}
     other = torch.randn(3, 6, 6, 3, dtype=dtype)
     close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-7, "rtol": 1e-6}
-    torch.testing.assert_close(dense.module(other), model(other), **close)
-    torch.testing.assert_close(dense.program.module()(other), model(other), **close)
-    dense.save_onnx(tmp_path / "model.onnx")
+    torch.testing.assert_close(small.module(other), model(other), **close)
+    torch.testing.assert_close(small.program.module()(other), model(other), **close)
+    small.save_onnx(tmp_path / "model.onnx")
     if dtype == torch.float32:
-        assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= 1e-5
+        assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= 1e-5
 
 
 def test_a_complex_matrix_is_cut_on_both_sides():
     model, x = with_matrix()
-    dense = l0prune.export(gated(model, x))
-    assert dense.module.mix.shape == (5, 3)
-    assert dense.module.shift.shape == (3,)
+    small = l0prune.export(gated(model, x))
+    assert small.module.mix.shape == (5, 3)
+    assert small.module.shift.shape == (3,)
     other = torch.randn(3, 6, 3)
-    torch.testing.assert_close(dense.module(other), model(other))
+    torch.testing.assert_close(small.module(other), model(other))
 
 
 def test_a_copy_in_another_dtype_keeps_imaginary_parts():

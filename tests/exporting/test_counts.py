@@ -122,9 +122,9 @@ def test_parameters_that_eval_mode_does_not_use_are_said():
     net = Fn(lambda m, x: m.b(torch.relu(m.a(x))) if not m.training else m.aux(x))
     net.a, net.b, net.aux = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(4, 5)
     l0prune.gate(net.eval(), torch.randn(2, 4))
-    dense = l0prune.export(close_some(net))
-    assert parameters(dense.module) - dense.params == 4 * 5 + 5
-    assert "25 are in the module and not counted" in dense.note
+    small = l0prune.export(close_some(net))
+    assert parameters(small.module) - small.params == 4 * 5 + 5
+    assert "25 are in the module and not counted" in small.note
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4, pytest.param(range(5, 60), marks=pytest.mark.slow)])
@@ -141,9 +141,9 @@ def test_counts_of_random_networks_are_those_of_their_modules(seed):
             continue
         gates = l0prune.gates(net)
         gates.set_open(torch.rand(gates.plan.size) < 0.6)
-        dense = l0prune.export(net)
-        own = dict(dense.module.named_parameters())  # a graph has none that it does not read
-        unused = sum(own[name].numel() for name in dense._unused if name in own)
-        assert parameters(dense.module) == dense.params + unused
-        if dense.macs_before == before:  # torch counts all of its operators
-            assert dense.macs == macs(dense.module, x)
+        small = l0prune.export(net)
+        own = dict(small.module.named_parameters())  # a graph has none that it does not read
+        unused = sum(own[name].numel() for name in small._unused if name in own)
+        assert parameters(small.module) == small.params + unused
+        if small.macs_before == before:  # torch counts all of its operators
+            assert small.macs == macs(small.module, x)

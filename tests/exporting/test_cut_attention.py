@@ -64,15 +64,15 @@ def test_it_computes_what_the_gated_one_does(name):
     shape = (5, 2, 6) if not attention.batch_first else (2, 5, 6)
     x = torch.randn(shape, dtype=torch.float64)
     close_some(l0prune.gate(model, x), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    cut = dense.module.attention
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    cut = small.module.attention
     assert type(cut) is CutAttention
     assert cut.num_heads * cut.head_dim < 16
     if is_masked and "causal" not in name:
-        torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(small.module(x), model(x), rtol=1e-10, atol=1e-10)
     else:
-        assert difference(model, dense, x) <= 1e-10
+        assert difference(model, small, x) <= 1e-10
 
 
 def test_one_example_without_a_batch():
@@ -112,10 +112,10 @@ def cut_encoder(model, width=16, **options):
     """The export, after its class was found to compute the same."""
     model, x = randomise(model).double().eval(), torch.randn(2, 5, width, dtype=torch.float64)
     close_some(l0prune.gate(model, x, **options), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert difference(model, dense, x) <= 1e-10
-    return dense
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert difference(model, small, x) <= 1e-10
+    return small
 
 
 def test_an_encoder_layer_keeps_its_class():
@@ -148,10 +148,10 @@ def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
 def test_a_file_of_it_loads(include, tmp_path):
     model, x = randomise(encoder(enable_nested_tensor=False)), torch.randn(2, 5, 16)
     close_some(l0prune.gate(model, x, include=include), seed=1)
-    dense = l0prune.export(model)
-    dense.save_pretrained(tmp_path / "small")
+    small = l0prune.export(model)
+    small.save_pretrained(tmp_path / "small")
     loaded = l0prune.resize(encoder(enable_nested_tensor=False), tmp_path / "small")
-    kinds = [type(each.layers[0].self_attn).__name__ for each in (loaded, dense.module)]
+    kinds = [type(each.layers[0].self_attn).__name__ for each in (loaded, small.module)]
     assert kinds == [("PickedAttention" if include == "*" else "CutAttention")] * 2
-    torch.testing.assert_close(loaded(x), dense.module(x), rtol=0, atol=0)
+    torch.testing.assert_close(loaded(x), small.module(x), rtol=0, atol=0)
     torch.testing.assert_close(loaded(x), model(x))

@@ -47,9 +47,9 @@ def gated():
 
 @pytest.fixture(scope="module")
 def graph(gated):
-    dense = l0prune.export(gated)
-    assert isinstance(dense.module, DenseGraph)
-    return dense.module
+    small = l0prune.export(gated)
+    assert isinstance(small.module, DenseGraph)
+    return small.module
 
 
 def given(rows, columns=4):

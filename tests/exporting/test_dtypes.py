@@ -34,12 +34,12 @@ def test_a_dtype_that_the_code_asks_for_follows_the_model(dtype, tmp_path):
     model = l0prune.gate(model, x)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert {p.dtype for p in dense.module.parameters()} == {dtype}
+    small = l0prune.export(model)
+    assert {p.dtype for p in small.module.parameters()} == {dtype}
     close = 1e-12 if dtype == torch.float64 else 0.05
-    torch.testing.assert_close(dense.module(x), model(x), atol=close, rtol=close)
-    dense.save_onnx(tmp_path / "m.onnx")
-    assert onnx_difference(model, dense, tmp_path / "m.onnx", x) <= max(close, 1e-5)
+    torch.testing.assert_close(small.module(x), model(x), atol=close, rtol=close)
+    small.save_onnx(tmp_path / "m.onnx")
+    assert onnx_difference(model, small, tmp_path / "m.onnx", x) <= max(close, 1e-5)
 
 
 def test_a_copy_of_a_plain_model_is_in_the_dtype_and_the_original_as_it_was():
@@ -71,11 +71,11 @@ def test_the_limit_of_a_dtype_follows_the_model(forward, dtype, tmp_path):
     x = torch.randn(3, 4, dtype=dtype)
     with torch.no_grad():
         l0prune.gates(l0prune.gate(model, x)).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert dense.params < dense.params_before
+    small = l0prune.export(model)
+    assert small.params < small.params_before
     close = 1e-12 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(dense.module(x), model(x), atol=close, rtol=close)
-    dense.save_onnx(tmp_path / "model.onnx")
+    torch.testing.assert_close(small.module(x), model(x), atol=close, rtol=close)
+    small.save_onnx(tmp_path / "model.onnx")
 
 
 def norm_in_single(m, x):
@@ -102,18 +102,18 @@ def test_casts_in_the_forward_are_kept_in_the_module_and_lifted_in_the_file(forw
     x = torch.randn(3, 4)
     with torch.no_grad():
         l0prune.gates(l0prune.gate(model, x)).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert dense.params < dense.params_before
-    assert {name: p.dtype for name, p in dense.module.named_parameters()} == before
-    assert difference(model, dense, x) <= 1e-2  # folded weights are rounded to bfloat16
-    torch.testing.assert_close(dense.module(x), model(x), atol=0.02, rtol=0.02)
-    assert torch.equal(dense.program.module()(x), dense.module(x))
-    dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(model)
+    assert small.params < small.params_before
+    assert {name: p.dtype for name, p in small.module.named_parameters()} == before
+    assert difference(model, small, x) <= 1e-2  # folded weights are rounded to bfloat16
+    torch.testing.assert_close(small.module(x), model(x), atol=0.02, rtol=0.02)
+    assert torch.equal(small.program.module()(x), small.module(x))
+    small.save_onnx(tmp_path / "model.onnx")
     types = {tensor.data_type for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
     assert types <= {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
     again = copy.deepcopy(model).float()
     again.run = single(forward)
-    assert onnx_difference(again, dense, tmp_path / "model.onnx", x) <= 0.01
+    assert onnx_difference(again, small, tmp_path / "model.onnx", x) <= 0.01
 
 
 def single(forward):
@@ -182,10 +182,10 @@ def test_parts_of_one_dtype_within_a_model_of_two():
     l0prune.gate(model, x)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert len(dense.pieces) == 2
-    assert dense.module.loss.weight.dtype == torch.float64
-    torch.testing.assert_close(dense.module(x), model(x))
+    small = l0prune.export(model)
+    assert len(small.pieces) == 2
+    assert small.module.loss.weight.dtype == torch.float64
+    torch.testing.assert_close(small.module(x), model(x))
 
 
 def plain(m, x):

@@ -240,13 +240,13 @@ def test_a_captured_graph_is_left_early_too():
     l0prune.gate(model, (X[:3],), branches=False)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::9] = -10.0
-    dense = l0prune.export(model)
-    assert not dense.rebuilt
+    small = l0prune.export(model)
+    assert not small.rebuilt
     reached = []
-    deciding.run(dense.module, (X[:1],), {}, lambda *told: reached.append(told))
+    deciding.run(small.module, (X[:1],), {}, lambda *told: reached.append(told))
     assert [number for number, _ in reached] == [0, 1]
     assert torch.allclose(reached[0][1], model.eval()(X[:1]).exits[0], atol=1e-6)
-    module = EarlyExit(dense.module, criterion_of("confidence"), torch.tensor((0.4, 0.4))).eval()
+    module = EarlyExit(small.module, criterion_of("confidence"), torch.tensor((0.4, 0.4))).eval()
     with torch.no_grad():
         together = module.decide(X)
         for row in range(10):

@@ -106,8 +106,8 @@ def test_fine_gates_become_a_gather():
     (axis,) = [a for a in l0prune.gates(model).axes if a.kind == "input"]
     with torch.no_grad():
         l0prune.gates(model).log_alpha[axis.slice][[0, 3]] = -9.0
-    dense = l0prune.export(model)
-    first = dense.module.get_parameter("0.weight")
+    small = l0prune.export(model)
+    first = small.module.get_parameter("0.weight")
     assert torch.equal(first, plain[0].weight[:, [1, 2, 4, 5]])
 
 
@@ -122,8 +122,8 @@ def test_export_leaves_the_model_as_it_is():
 
 def test_pt2_needs_only_torch(tmp_path):
     model, _ = gated_case("residual")
-    dense = l0prune.export(model)
-    dense.save(tmp_path / "model.pt2")
+    small = l0prune.export(model)
+    small.save(tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     x = torch.randn(7, 3, 6, 6)  # another batch than the example's
     with torch.no_grad():
@@ -171,9 +171,9 @@ def test_a_class_that_computes_with_its_sizes_cannot_be_rebuilt_and_says_so(tmp_
 
 def test_tied_weights_are_stored_under_both_names(tmp_path):
     model = close_some(l0prune.gate(Tied(mix=False, bias=True), (torch.randint(0, 20, (2, 5)),)))
-    dense = l0prune.export(model)
-    assert sum(p.numel() for p in dense.module.parameters()) == dense.params
-    dense.save(tmp_path / "model.pt")
+    small = l0prune.export(model)
+    assert sum(p.numel() for p in small.module.parameters()) == small.params
+    small.save(tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)["state_dict"]
     assert state.keys() == {"embed.weight", "head.weight", "head.bias"}
     assert torch.equal(state["embed.weight"], state["head.weight"])
@@ -182,11 +182,11 @@ def test_tied_weights_are_stored_under_both_names(tmp_path):
 
 def test_a_failed_onnx_comparison_writes_nothing(tmp_path):
     model, _ = gated_case("mlp", seed=3)
-    dense = l0prune.export(model)
-    for answer in dense.pieces[0].answers:  # as if the file were another model's
+    small = l0prune.export(model)
+    for answer in small.pieces[0].answers:  # as if the file were another model's
         answer.single[0].add_(1.0)
     with pytest.raises(CertificateError, match="onnx in float32"):
-        dense.save_onnx(tmp_path / "model.onnx")
+        small.save_onnx(tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -230,9 +230,9 @@ FLOAT32 = {
 def test_float32_inside_a_model_is_no_error_of_the_cut(name):
     module, x = FLOAT32[name]
     model = close_some(l0prune.gate(copy.deepcopy(module), (x,)))
-    dense = l0prune.export(model)
-    assert dense.params < dense.params_before
-    assert difference(model, dense, x) <= ROUNDED
+    small = l0prune.export(model)
+    assert small.params < small.params_before
+    assert difference(model, small, x) <= ROUNDED
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -269,10 +269,10 @@ def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
     with torch.no_grad():
         bank.log_alpha.fill_(5)
         bank.log_alpha[4:].view(36, 4)[:, 2] = -9
-    dense = l0prune.export(model)
-    assert difference(model, dense, x) <= 1e-12
-    assert "a.weight" in dict(dense.module.named_parameters())
-    assert dense.module.a.weight.shape[0] == 4
+    small = l0prune.export(model)
+    assert difference(model, small, x) <= 1e-12
+    assert "a.weight" in dict(small.module.named_parameters())
+    assert small.module.a.weight.shape[0] == 4
 
 
 @pytest.mark.parametrize("name", ["sigmoid_after_bn", "multi_head_attention", "layer_norm_stream"])
@@ -349,7 +349,7 @@ class Around(nn.Module):
 @pytest.mark.one_in(2)
 def test_of_a_wrapper_the_model_in_it_is_exported(wrap):
     model, x = gated_case("sigmoid_after_bn")
-    dense = l0prune.export(wrap(model))
-    assert difference(model, dense, x) <= ROUNDED
-    assert dense.note.startswith("What was gated is exported")
-    assert dense.module.state_dict().keys() == l0prune.export(model).module.state_dict().keys()
+    small = l0prune.export(wrap(model))
+    assert difference(model, small, x) <= ROUNDED
+    assert small.note.startswith("What was gated is exported")
+    assert small.module.state_dict().keys() == l0prune.export(model).module.state_dict().keys()

@@ -101,13 +101,13 @@ def test_float32_is_compared_in_float32_whatever_is_set():
 def test_a_proof_in_float32_alone_runs_nothing_in_float64_and_says_so():
     model = gated()
     model.lacks = torch.float64
-    dense = l0prune.export(model, verify="float32")
-    assert {check.dtype for check in dense.certificate.checks} == {"float32"}
-    assert "float32 alone" in dense.note
+    small = l0prune.export(model, verify="float32")
+    assert {check.dtype for check in small.certificate.checks} == {"float32"}
+    assert "float32 alone" in small.note
     model.lacks = None
     exact = l0prune.export(model)
     assert {check.dtype for check in exact.certificate.checks} == {"float64", "float32"}
-    for a, b in zip(dense.module.parameters(), exact.module.parameters(), strict=True):
+    for a, b in zip(small.module.parameters(), exact.module.parameters(), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(UsageError, match="'float64' or 'float32', not 'bf16'"):
         l0prune.export(model, verify="bf16")

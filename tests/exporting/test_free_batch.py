@@ -235,10 +235,10 @@ def test_the_batch_of_an_input_that_is_a_registered_dataclass_is_free(tmp_path):
     net.a, net.b, net.out = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(8, 3)
     example = {"pair": Pair(torch.randn(2, 6), torch.randn(2, 4))}
     l0prune.gate(net.eval(), (example,))
-    dense = l0prune.export(net)
-    assert dense.dynamic
-    assert dense.note == ""
-    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(net)
+    assert small.dynamic
+    assert small.note == ""
+    (file,) = small.save_onnx(tmp_path / "model.onnx")
     pair = Pair(torch.randn(5, 6), torch.randn(5, 4))
     (got,) = run_onnx(file, pair.left, pair.right)
     torch.testing.assert_close(got, net({"pair": pair}), rtol=1e-4, atol=1e-5)

@@ -78,12 +78,12 @@ def test_a_text_of_any_length_with_its_mask():
     shapes = {"ids": {1: Dim("length")}, "mask": (None, Dim("length"))}
     model = Named(net)
     l0prune.gate(randomise(model).eval(), (ids, mask), dynamic_shapes=shapes)
-    dense = l0prune.export(close_some(model, seed=1))
-    (piece,) = dense.pieces
+    small = l0prune.export(close_some(model, seed=1))
+    (piece,) = small.pieces
     lengths = [answer.inputs[0][0].shape[1] for answer in piece.answers]
     assert sorted(lengths) == [1, 5, 10]
     assert all(a.inputs[0][1].shape == a.inputs[0][0].shape for a in piece.answers)
-    assert {check.what for check in dense.certificate.checks} == {"class", "program"}
+    assert {check.what for check in small.certificate.checks} == {"class", "program"}
 
 
 class Named(nn.Module):

@@ -60,23 +60,23 @@ def close_half(model):
 @pytest.mark.one_in(2)
 def test_masks_leave_each_row_something(name):
     model = l0prune.gate(randomise(Attending()).eval(), (torch.randn(2, T, 6),), MASKS[name])
-    dense = l0prune.export(close_half(model))
-    assert {check.batch for check in dense.certificate.checks}
-    assert difference(model, dense, torch.randn(2, T, 6), MASKS[name]) <= ROUNDED
+    small = l0prune.export(close_half(model))
+    assert {check.batch for check in small.certificate.checks}
+    assert difference(model, small, torch.randn(2, T, 6), MASKS[name]) <= ROUNDED
 
 
 def test_a_logarithm_gets_positive_numbers():
     model = Fn(lambda m, x: m.b(m.a(x.log()).relu()), a=nn.Linear(6, 8), b=nn.Linear(8, 3))
     model = l0prune.gate(model.eval(), (torch.rand(2, 6) + 0.1,))
-    dense = l0prune.export(close_half(model))
-    assert {check.batch for check in dense.certificate.checks} == set(BATCHES)
+    small = l0prune.export(close_half(model))
+    assert {check.batch for check in small.certificate.checks} == set(BATCHES)
 
 
 def test_edges_stay_with_their_nodes():
     model = Fn(edge_products, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
     example = (torch.randn(6, 6), torch.randint(0, 6, (2, 10)))
-    dense = l0prune.export(close_half(l0prune.gate(model.eval(), example)))
-    assert dense.certificate.checks
+    small = l0prune.export(close_half(l0prune.gate(model.eval(), example)))
+    assert small.certificate.checks
 
 
 def test_weights_that_are_no_numbers_are_said_to_be():

@@ -175,9 +175,9 @@ def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
     heads = [axis.name for axis in chosen.axes if axis.kind == "head" or axis.name == "0"]
     l0prune.gate(model, x, include=heads)
     close_some(model, seed=2)
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    call = dense._manifest["attributes"]["2"][GIVEN][0]
+    small = l0prune.export(model)
+    assert small.rebuilt
+    call = small._manifest["attributes"]["2"][GIVEN][0]
     assert call[:2] == ["reshape", 5]
     assert call[2][-1] == 4
 

@@ -69,22 +69,22 @@ def test_an_export_writes_into_no_weight_of_the_user():
     ids = torch.randint(0, 10, (4,))
     l0prune.gate(model.eval(), (ids,))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     theirs = {parameter.data_ptr() for parameter in model.parameters()}
-    assert theirs.isdisjoint(parameter.data_ptr() for parameter in dense.module.parameters())
+    assert theirs.isdisjoint(parameter.data_ptr() for parameter in small.module.parameters())
 
 
 def test_an_export_is_of_the_weights_at_its_time(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 6)
-    dense = l0prune.export(l0prune.gate(model, (x,)))
-    expected = dense.module(x)
+    small = l0prune.export(l0prune.gate(model, (x,)))
+    expected = small.module(x)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    assert torch.equal(dense.module(x), expected)
-    dense.save_onnx(tmp_path / "model.onnx")  # compares with what the gated model was
+    assert torch.equal(small.module(x), expected)
+    small.save_onnx(tmp_path / "model.onnx")  # compares with what the gated model was
 
 
 def test_what_is_lent_from_is_moved_and_stays_lent():

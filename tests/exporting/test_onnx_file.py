@@ -28,7 +28,7 @@ class Causal(nn.Module):
 def test_where_the_exporter_fails_it_is_given_plain_strides(tmp_path, monkeypatch):
     x = torch.randn(2, 7, 12)
     model = l0prune.gate(randomise(Causal()).eval(), (x,), exclude="*.in")
-    dense = l0prune.export(close_some(model))
+    small = l0prune.export(close_some(model))
     real, given = torch.onnx.export, []
 
     def stumbling(program, **options):
@@ -38,12 +38,12 @@ def test_where_the_exporter_fails_it_is_given_plain_strides(tmp_path, monkeypatc
         return real(program, **options)
 
     monkeypatch.setattr(torch.onnx, "export", stumbling)
-    dense.save_onnx(tmp_path / "model.onnx")
+    small.save_onnx(tmp_path / "model.onnx")
     _, second = ([str(node.target) for node in each.graph.nodes] for each in given)
     assert "aten.clone.default" in second
     assert "aten.view.default" not in second
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= 1e-5
-    assert any(check.what == "onnx" and check.batch == 3 for check in dense.certificate.checks)
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= 1e-5
+    assert any(check.what == "onnx" and check.batch == 3 for check in small.certificate.checks)
 
 
 class InBlocks(nn.Module):
@@ -80,10 +80,10 @@ ATTENTION = [
 def test_attention_over_more_or_fewer_than_four_dims(mask, leading, tmp_path):
     x = torch.randn(2, 2, 7, 12)
     model = randomise(InBlocks(mask, leading)).eval()
-    dense = l0prune.export(close_some(l0prune.gate(model, (x,), exclude="*.in")))
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert dense.params < dense.params_before
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= 1e-5
+    small = l0prune.export(close_some(l0prune.gate(model, (x,), exclude="*.in")))
+    small.save_onnx(tmp_path / "model.onnx")
+    assert small.params < small.params_before
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_the_file_is_in_float32_whatever_the_model_is_in(dtype, tmp_path):
     x = torch.randn(2, 3, 6, 6, dtype=dtype)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 1))
     model = close_some(l0prune.gate(randomise(model).to(dtype).eval(), x))
-    dense = l0prune.export(model)
-    (path,) = dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(model)
+    (path,) = small.save_onnx(tmp_path / "model.onnx")
     graph = onnx.load(path).graph
     floats = {tensor.data_type for tensor in graph.initializer if "weight" in tensor.name}
     assert floats == {graph.input[0].type.tensor_type.elem_type} == {onnx.TensorProto.FLOAT}
     close = 1e-5 if dtype == torch.float64 else 0.05
-    assert onnx_difference(model, dense, path, x) <= close
-    assert dense.module(x).dtype == dense.program.module()(x).dtype == dtype
+    assert onnx_difference(model, small, path, x) <= close
+    assert small.module(x).dtype == small.program.module()(x).dtype == dtype
 
 
 @pytest.mark.slow
@@ -112,6 +112,6 @@ def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
     """Clamps of one tensor whose limits are buffers: it gives the limits one name."""
     module, example = CASES["clamps_of_one_tensor"]()
     model = close_some(l0prune.gate(randomise(module).eval(), example))
-    dense = l0prune.export(model)
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", example) <= 1e-5
+    small = l0prune.export(model)
+    small.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, small, tmp_path / "model.onnx", example) <= 1e-5

@@ -128,13 +128,13 @@ def test_norms_of_which_channels_are_gone(name):
     model, x = make()
     model = randomise(model).double().eval()
     close_some(l0prune.gate(model, x.double(), include="0"), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert dense.widths["0"][0] < 8
-    assert type(dense.module[1]) is kind
-    assert difference(model, dense, x.double()) <= 1e-12
-    if isinstance(dense.module[1], nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
-        assert f"{dense.widths['0'][0]}" in repr(dense.module[1])
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert small.widths["0"][0] < 8
+    assert type(small.module[1]) is kind
+    assert difference(model, small, x.double()) <= 1e-12
+    if isinstance(small.module[1], nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
+        assert f"{small.widths['0'][0]}" in repr(small.module[1])
 
 
 @pytest.mark.parametrize("save", ["state.pt", "state.safetensors"])
@@ -146,14 +146,14 @@ def test_norms_by_hand_are_given_zeros_in_the_places_of_what_is_gone(make, save,
     untouched = copy.deepcopy(model)
     model, x = randomise(model).double().eval(), x.double()
     close_some(l0prune.gate(model, x, include="0"), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert dense._manifest["layers"]["1"] == "PaddedNorm"
-    assert type(dense.module[1]).__name__ == type(model[1]).__name__ == type(untouched[1]).__name__
-    assert difference(model, dense, x) <= 1e-12
-    dense.save(tmp_path / save)
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert small._manifest["layers"]["1"] == "PaddedNorm"
+    assert type(small.module[1]).__name__ == type(model[1]).__name__ == type(untouched[1]).__name__
+    assert difference(model, small, x) <= 1e-12
+    small.save(tmp_path / save)
     again = l0prune.resize(untouched.double().eval(), tmp_path / save)
-    assert torch.equal(again(x), dense.module(x))
+    assert torch.equal(again(x), small.module(x))
 
 
 def test_a_norm_by_hand_that_is_cut_in_training_learns_what_the_masked_one_does():
@@ -170,27 +170,27 @@ def test_a_norm_that_is_called_on_inputs_of_different_rank(norm):
     model, x = TwoTowers(norm(8)), torch.randn(2, 4, 5, dtype=torch.float64)
     model = randomise(model).double().eval()
     close_some(l0prune.gate(model, x, include="tower.0"), seed=1)
-    dense = l0prune.export(model)
-    assert type(dense.module) is TwoTowers, dense.note
-    assert dense.widths["tower.0"][0] < 8
-    assert difference(model, dense, x) <= 1e-12
+    small = l0prune.export(model)
+    assert type(small.module) is TwoTowers, small.note
+    assert small.widths["tower.0"][0] < 8
+    assert difference(model, small, x) <= 1e-12
 
 
 def test_the_file_of_what_is_rebuilt_holds_what_the_layers_became():
     torch.manual_seed(0)
     model, x = of_rows(nn.LayerNorm(8))
     close_some(l0prune.gate(randomise(model).eval(), x), seed=1)
-    dense = l0prune.export(model)
-    left = dense.widths["0"][0]
-    assert dense._manifest["layers"]["1"] == "CutLayerNorm"
-    assert dense._manifest["attributes"]["1"] == {
+    small = l0prune.export(model)
+    left = small.widths["0"][0]
+    assert small._manifest["layers"]["1"] == "CutLayerNorm"
+    assert small._manifest["attributes"]["1"] == {
         "normalized_shape": (left,),
         "inputs": 8,
         "dim": -1,
     }
-    own = dense.module.state_dict()
-    assert own.keys() == dense._state.keys()
-    assert all(torch.equal(own[name], dense._state[name]) for name in own)
+    own = small.module.state_dict()
+    assert own.keys() == small._state.keys()
+    assert all(torch.equal(own[name], small._state[name]) for name in own)
 
 
 def test_where_no_number_helps_its_mean_is_told_of_what_there_was():
@@ -198,10 +198,10 @@ def test_where_no_number_helps_its_mean_is_told_of_what_there_was():
     model, x = of_rows(Centred())
     model, x = randomise(model).double().eval(), x.double()
     close_some(l0prune.gate(model, x, exclude="*.in"), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert dense._manifest["layers"] == {"1": "GivenSizes"}
-    assert difference(model, dense, x) <= 1e-10
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert small._manifest["layers"] == {"1": "GivenSizes"}
+    assert difference(model, small, x) <= 1e-10
 
 
 def test_a_linear_that_reads_some_inputs_is_cut_again(tmp_path):
@@ -214,11 +214,11 @@ def test_a_linear_that_reads_some_inputs_is_cut_again(tmp_path):
         with torch.no_grad():
             bank.log_alpha.fill_(20.0)
             bank.log_alpha[next(a for a in bank.axes if a.name == "0.in").slice][closed] = -20.0
-        dense = l0prune.export(model)
-        assert dense.rebuilt
-        assert difference(model, dense, x) <= 1e-6
-        dense.save_pretrained(tmp_path / name)
-        model = copy.deepcopy(dense.module)
+        small = l0prune.export(model)
+        assert small.rebuilt
+        assert difference(model, small, x) <= 1e-6
+        small.save_pretrained(tmp_path / name)
+        model = copy.deepcopy(small.module)
     assert model[0].kept.tolist() == [2, 3, 7]
     with pytest.raises(FileError, match="for a model that has been cut before"):
         l0prune.resize(build(), tmp_path / "second")

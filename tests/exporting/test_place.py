@@ -67,9 +67,9 @@ def test_an_export_keeps_the_memory_format(memory, tmp_path):
     l0prune.gate(net, torch.randn(2, 8, 7, 7))
     with torch.no_grad():
         l0prune.gates(net).log_alpha[:5] = -20.0
-    dense = l0prune.export(net)
-    dense.save_pretrained(tmp_path / "small")
-    weights = [layer.weight for layer in dense.module[::2]]
+    small = l0prune.export(net)
+    small.save_pretrained(tmp_path / "small")
+    weights = [layer.weight for layer in small.module[::2]]
     assert weights[1].shape[1] == 7
     again = [layer.weight for layer in l0prune.resize(build(), tmp_path / "small")[::2]]
     for weight in (*weights, *again):

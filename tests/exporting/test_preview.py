@@ -96,9 +96,9 @@ def test_a_class_that_will_be_lost_is_said_beforehand(name):
     assert f"is the captured graph, not of the model's own class: {reason}" in " ".join(
         str(survey).split()
     )
-    dense = l0prune.export(close_some(l0prune.gate(model, X, survey=survey), seed=2))
-    assert not dense.rebuilt
-    assert reason in dense.note
+    small = l0prune.export(close_some(l0prune.gate(model, X, survey=survey), seed=2))
+    assert not small.rebuilt
+    assert reason in small.note
 
 
 @pytest.mark.parametrize("name", ["concat", "multi_head_attention", "encoder_layer"])

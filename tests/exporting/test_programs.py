@@ -30,13 +30,13 @@ INSTALLED = [
 @pytest.mark.parametrize("ending", INSTALLED)
 def test_a_program_computes_what_the_module_does(ending, tmp_path):
     kind, path = FORMATS[ending], tmp_path / f"model{ending}"
-    dense = l0prune.export(gated(), verify="float32")
-    assert dense.save(path) == (path,)
-    assert dense.certificate.worst(kind.name, "float32") < 1e-5
+    small = l0prune.export(gated(), verify="float32")
+    assert small.save(path) == (path,)
+    assert small.certificate.worst(kind.name, "float32") < 1e-5
     x = torch.randn(1, 3, 12, 12)
     (found,) = kind.loaded(path.read_bytes(), 1)(((x,), {}))
     with torch.no_grad():
-        assert torch.allclose(found, dense.module(x), atol=1e-5)
+        assert torch.allclose(found, small.module(x), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ class Odd(programs.ExecuTorch):
 def test_what_is_not_the_same_is_not_written(monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    dense = l0prune.export(l0prune.gate(model, torch.randn(2, 4)), verify="float32")
+    small = l0prune.export(l0prune.gate(model, torch.randn(2, 4)), verify="float32")
     path = tmp_path / "model.pte"
     for off, error, said in (
         (None, L0pruneError, r"cannot translate the model: no kernel of aten.sort\."),
@@ -97,8 +97,8 @@ def test_what_is_not_the_same_is_not_written(monkeypatch, tmp_path):
     ):
         monkeypatch.setitem(FORMATS, ".pte", Odd(off))
         with pytest.raises(error, match=said):
-            dense.save(path)
+            small.save(path)
         assert list(tmp_path.iterdir()) == []
     monkeypatch.setitem(FORMATS, ".pte", Odd(0.0))
-    assert dense.save(path) == (path,)
+    assert small.save(path) == (path,)
     assert path.read_bytes() == b"program"

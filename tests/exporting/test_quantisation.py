@@ -77,9 +77,9 @@ def test_a_model_with_a_grid_for_each_channel_is_exported(forward, tmp_path):
     l0prune.gate(model, x)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
-    dense = l0prune.export(model)
-    assert dense.widths["a"] == (2, 5)
+    small = l0prune.export(model)
+    assert small.widths["a"] == (2, 5)
     y = torch.randn(2, 4)
-    assert_close(dense.module(y), model(y))
-    dense.save_onnx(tmp_path / "model.onnx")
+    assert_close(small.module(y), model(y))
+    small.save_onnx(tmp_path / "model.onnx")
     assert_close(run_onnx(tmp_path / "model.onnx", y)[0], model(y))

@@ -84,12 +84,12 @@ def test_what_random_numbers_are_drawn_for_stays_and_the_rest_is_cut(forward):
         drawn = ("random numbers", "made inside forward")
         assert any(word in pin.reason for pin in found.pins for word in drawn)
     model = gated(forward)
-    dense = l0prune.export(model)
-    assert dense.params < dense.params_before
+    small = l0prune.export(model)
+    assert small.params < small.params_before
     for rows in (1, 3):
         x = torch.randn(rows, 4)
-        torch.testing.assert_close(seeded(dense.module, x), seeded(model, x))
-        assert not torch.equal(dense.module(x), dense.module(x))
+        torch.testing.assert_close(seeded(small.module, x), seeded(model, x))
+        assert not torch.equal(small.module(x), small.module(x))
 
 
 def test_survey_and_note_say_what_is_random():
@@ -105,10 +105,10 @@ def test_survey_and_note_say_what_is_random():
 
 
 def test_a_file_whose_numbers_cannot_be_compared_is_not_written(tmp_path):
-    dense = l0prune.export(gated(noise_for_each_example))
+    small = l0prune.export(gated(noise_for_each_example))
     with pytest.raises(CertificateError, match="draws random numbers"):
-        dense.save_onnx(tmp_path / "model.onnx")
-    dense.save(tmp_path / "model.pt2")
+        small.save_onnx(tmp_path / "model.onnx")
+    small.save(tmp_path / "model.pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
 
 

@@ -38,17 +38,17 @@ def written(net, path, *, seed=1):
     """Gate, close some slots, export, write; every check at other lengths and batches is here."""
     x = torch.randn(2, 5, 5)
     l0prune.gate(randomise(net).eval(), x, dynamic_shapes={"x": {1: "frames"}}, exclude="*.in")
-    dense = l0prune.export(close_some(net, seed=seed))
-    assert [piece.free.names for piece in dense.pieces] == [("frames",)]
-    dense.save_onnx(path)
+    small = l0prune.export(close_some(net, seed=seed))
+    assert [piece.free.names for piece in small.pieces] == [("frames",)]
+    small.save_onnx(path)
     for rows, frames in ((1, 9), (3, 2), (2, 40)):
         x = torch.randn(rows, frames, 5)
         with torch.no_grad():
-            expected, program = net(x), dense.program.module()(x)
+            expected, program = net(x), small.program.module()(x)
         for found in (program, run_onnx(path, x)):
             for ours, theirs in zip(tensors(expected), tensors(found), strict=True):
                 assert of_scale(ours, theirs) <= 1e-5
-    return dense, [node.op_type for node in onnx.load(path).graph.node]
+    return small, [node.op_type for node in onnx.load(path).graph.node]
 
 
 @pytest.mark.parametrize(

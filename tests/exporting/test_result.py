@@ -48,10 +48,10 @@ def test_the_note_says_what_a_pickle_of_the_module_needs(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), LAYERS_BETWEEN[kind](), nn.Linear(8, 2))
     model = l0prune.gate(randomise(model).eval(), torch.randn(2, 6), exclude="*.in")
-    dense = l0prune.export(close_some(model, seed=1))
-    assert dense.widths["0"][0] < 8
-    pickled = pickle.dumps(dense.module, protocol=2)
+    small = l0prune.export(close_some(model, seed=1))
+    assert small.widths["0"][0] < 8
+    pickled = pickle.dumps(small.module, protocol=2)
     names = [argument for _, argument, _ in pickletools.genops(pickled)]
     needs = any(str(name).startswith("l0prune.") for name in names)
     assert needs is bool(kind)
-    assert (f"only loads where l0prune is installed, for {kind}:" in dense.note) is needs
+    assert (f"only loads where l0prune is installed, for {kind}:" in small.note) is needs

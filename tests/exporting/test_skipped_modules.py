@@ -17,22 +17,22 @@ from l0prune.files.cut_layers import SkippedModule
 
 
 def test_a_class_goes_on_without_them():
-    dense = l0prune.export(gated(Net(), "blocks.2", "blocks.1"))
-    assert dense.rebuilt, dense.note
-    assert type(dense.module) is Net
+    small = l0prune.export(gated(Net(), "blocks.2", "blocks.1"))
+    assert small.rebuilt, small.note
+    assert type(small.module) is Net
     # Of the last block nothing is left; the second still has its shortcut.
-    assert isinstance(dense.module.blocks[2], SkippedModule)
-    assert type(dense.module.blocks[1]) is Block
-    assert isinstance(dense.module.blocks[1].conv1, SkippedModule)
-    assert type(dense.module.blocks[0].conv1) is nn.Conv2d
+    assert isinstance(small.module.blocks[2], SkippedModule)
+    assert type(small.module.blocks[1]) is Block
+    assert isinstance(small.module.blocks[1].conv1, SkippedModule)
+    assert type(small.module.blocks[0].conv1) is nn.Conv2d
 
 
 def test_a_module_whose_hook_makes_its_weight_is_not_skipped():
     """The hook would divide nothing by its norm, for which torch ends the process."""
     module, shape, _ = MADE_WEIGHTS["weight_normed_stream_with_hooks"]
-    dense = l0prune.export(gated(copy.deepcopy(module), "blocks.0", x=torch.randn(shape)))
-    assert not dense.rebuilt
-    assert "branch blocks.0 is gone" in dense.note
+    small = l0prune.export(gated(copy.deepcopy(module), "blocks.0", x=torch.randn(shape)))
+    assert not small.rebuilt
+    assert "branch blocks.0 is gone" in small.note
 
 
 @pytest.mark.parametrize("closed", [("blocks.1",), ("blocks.0", "blocks.1")])
@@ -60,18 +60,18 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     model = Net(writes=True)
     model.blocks[1].conv1.stride = 1
     model.blocks[1].relu = nn.MaxPool2d(2, ceil_mode=True)
-    dense = l0prune.export(gated(model, "blocks.1"))
-    assert not dense.rebuilt
-    assert "the branch blocks.1 is gone, and its code computes that" in dense.note
+    small = l0prune.export(gated(model, "blocks.1"))
+    assert not small.rebuilt
+    assert "the branch blocks.1 is gone, and its code computes that" in small.note
 
 
 @pytest.mark.slow
 def test_what_is_left_of_a_branch_writes_into_nothing_that_backward_needs():
     model = gated(Net(writes=True), "blocks.1")
-    dense = l0prune.export(model)
-    assert isinstance(dense.module.blocks[1].conv1, SkippedModule)
+    small = l0prune.export(model)
+    assert isinstance(small.module.blocks[1].conv1, SkippedModule)
     slopes = []
-    for each in (model, dense.module.eval()):
+    for each in (model, small.module.eval()):
         x = X.clone().requires_grad_()
         slopes += torch.autograd.grad(each(x).square().sum(), x)
     assert torch.allclose(*slopes, rtol=1e-4, atol=1e-6)
@@ -106,12 +106,12 @@ class WithSelective(nn.Module):
 
 def test_paths_side_by_side_halve_the_picture_once():
     model = gated(WithSelective(), "block")
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert isinstance(dense.module.block.last, SkippedModule)
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert isinstance(small.module.block.last, SkippedModule)
     for side in (8, 7, 13):
         x = torch.randn(2, 3, side, side)
-        assert torch.allclose(model(x), dense.module(x), atol=1e-5)
+        assert torch.allclose(model(x), small.module(x), atol=1e-5)
 
 
 class Fused(nn.Module):
@@ -141,12 +141,12 @@ class WithFused(nn.Module):
 
 def test_paths_side_by_side_both_give_zeros():
     model = gated(WithFused(), "fused.paths.0.0")  # of the sum of both
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert all(isinstance(path, SkippedModule) for path in dense.module.fused.paths)
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert all(isinstance(path, SkippedModule) for path in small.module.fused.paths)
     for side in (8, 12):
         x = torch.randn(2, 3, side, side)
-        assert torch.allclose(model(x), dense.module(x), atol=1e-5)
+        assert torch.allclose(model(x), small.module(x), atol=1e-5)
 
 
 class Named(nn.Module):
@@ -173,13 +173,13 @@ class WithNamed(nn.Module):
 
 def test_a_module_may_have_attributes_of_its_own_by_any_name(tmp_path):
     model = gated(WithNamed(), "named")
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert isinstance(dense.module.named, SkippedModule)
-    assert difference(model, dense, X) <= 1e-10
-    dense.save_pretrained(tmp_path)
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert isinstance(small.module.named, SkippedModule)
+    assert difference(model, small, X) <= 1e-10
+    small.save_pretrained(tmp_path)
     again = l0prune.resize(WithNamed(), tmp_path).eval()
-    assert torch.equal(again(X), dense.module(X))
+    assert torch.equal(again(X), small.module(X))
 
 
 class Table(nn.Module):
@@ -207,12 +207,12 @@ class WithTable(nn.Module):
 
 def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
     model = gated(WithTable(), "last")
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert type(dense.module) is WithTable
-    assert isinstance(dense.module.inner, SkippedModule)
-    assert type(dense.module.table) is Table
-    assert difference(model, dense, X) <= 1e-10
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert type(small.module) is WithTable
+    assert isinstance(small.module.inner, SkippedModule)
+    assert type(small.module.table) is Table
+    assert difference(model, small, X) <= 1e-10
 
 
 class OfToken(nn.Module):
@@ -243,10 +243,10 @@ class WithToken(nn.Module):
 @pytest.mark.one_in(2)
 def test_a_block_gives_back_what_it_would_have_added_to(block):
     model = gated(WithToken(), block)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert isinstance(getattr(dense.module, block), SkippedModule)
-    assert difference(model, dense, X) <= 1e-10
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert isinstance(getattr(small.module, block), SkippedModule)
+    assert difference(model, small, X) <= 1e-10
 
 
 class Flattened(nn.Module):
@@ -267,9 +267,9 @@ def test_a_block_that_reshapes_and_shapes_back_gives_back_its_input():
     kinds = {axis.name: axis.kind for axis in l0prune.gates(model).plan.axes}
     switch = next(name for name, kind in kinds.items() if kind == "branch" and name[0] == "1")
     l0prune.gates(model).set_open(switch, [])
-    dense = l0prune.export(model, verify="float32")
-    assert [type(each) for each in dense.module[1:3]] == [SkippedModule, Flattened]
-    assert dense.module[1].gives == "input"
+    small = l0prune.export(model, verify="float32")
+    assert [type(each) for each in small.module[1:3]] == [SkippedModule, Flattened]
+    assert small.module[1].gives == "input"
 
 
 class InWindows(nn.Module):
@@ -303,9 +303,9 @@ class WithWindows(nn.Module):
 @pytest.mark.one_in(2)
 def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
     model = gated(WithWindows(), f"{block}.mix")
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    left = getattr(dense.module, block)
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    left = getattr(small.module, block)
     assert isinstance(left, InWindows)
     assert isinstance(left.mix, SkippedModule)
-    assert difference(model, dense, X) <= 1e-10
+    assert difference(model, small, X) <= 1e-10

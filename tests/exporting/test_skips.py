@@ -119,12 +119,12 @@ def test_exits_on_a_network_with_input_gates(tmp_path):
     with torch.no_grad():
         noise = torch.randn(gates.log_alpha.shape, generator=torch.Generator().manual_seed(5))
         gates.log_alpha.add_(2 * noise)
-    dense = l0prune.export(model.eval())
-    (plain,) = dense.save_onnx(tmp_path / "plain.onnx")
-    skipping = l0prune.save_skipping(dense, tmp_path / "skip.onnx")
+    small = l0prune.export(model.eval())
+    (plain,) = small.save_onnx(tmp_path / "plain.onnx")
+    skipping = l0prune.save_skipping(small, tmp_path / "skip.onnx")
     x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
     held_out = [(x, model(x).logits.argmax(1))]
-    early = l0prune.choose_exits(dense, held_out, budget="macs=0.9")
+    early = l0prune.choose_exits(small, held_out, budget="macs=0.9")
     left = early.save_onnx(tmp_path / "early.onnx")
     assert input_names(plain) == input_names(skipping) == input_names(left) == ["points"]
     exits = set()

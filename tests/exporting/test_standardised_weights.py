@@ -28,10 +28,10 @@ class Standardised(nn.Conv2d):
 def cut(model, x):
     torch.manual_seed(0)
     model, x = in_float64(randomise(model).eval(), x)
-    dense = l0prune.export(close_some(l0prune.gate(model, x)))
-    assert difference(model, dense, x) <= 1e-12
-    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
-    return dense
+    small = l0prune.export(close_some(l0prune.gate(model, x)))
+    assert difference(model, small, x) <= 1e-12
+    assert small.params == sum(p.numel() for p in small.module.parameters()) < small.params_before
+    return small
 
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -127,8 +127,8 @@ def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
     l0prune.gate(randomise(model).eval(), X)
     with torch.no_grad():
         l0prune.gates(model).log_alpha.fill_(-5)
-    dense = l0prune.export(model)
-    torch.testing.assert_close(dense.module(X), model(X))
+    small = l0prune.export(model)
+    torch.testing.assert_close(small.module(X), model(X))
 
 
 def test_a_branch_that_ends_in_a_weight_norm_goes_by_its_norms():
@@ -157,6 +157,6 @@ def test_a_branch_that_ends_in_a_weight_norm_goes_by_its_norms():
             [axis.kind == "branch" for axis in gates.axes for _ in range(axis.size)]
         ] = -9
     torch.testing.assert_close(model(x), wanted)
-    dense = l0prune.export(model)
-    assert dense.gone == (branch.name,)
-    torch.testing.assert_close(dense.module(x), wanted)
+    small = l0prune.export(model)
+    assert small.gone == (branch.name,)
+    torch.testing.assert_close(small.module(x), wanted)

@@ -54,19 +54,19 @@ def test_module_state_program_and_file_have_none(tmp_path, as_a_graph):
     close_some(l0prune.gate(decayed(model), (x,)))
     if as_a_graph:
         with as_graph():
-            dense = l0prune.export(model)
+            small = l0prune.export(model)
     else:
-        dense = l0prune.export(model)
-    dense.save_onnx(tmp_path / "model.onnx")
-    dense.save(tmp_path / "state.pt")
+        small = l0prune.export(model)
+    small.save_onnx(tmp_path / "model.onnx")
+    small.save(tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)["state_dict"]
     assert subnormal(model.parameters()) > 0
-    assert subnormal(dense.module.state_dict().values()) == 0
+    assert subnormal(small.module.state_dict().values()) == 0
     assert subnormal(state.values()) == 0
-    assert subnormal(dense.program.state_dict.values()) == 0
+    assert subnormal(small.program.state_dict.values()) == 0
     assert subnormal(written(tmp_path / "model.onnx")) == 0
-    assert difference(model, dense, x) <= ROUNDED
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= ROUNDED
+    assert difference(model, small, x) <= ROUNDED
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= ROUNDED
 
 
 def test_the_bound_is_the_smallest_normal_number():
@@ -76,8 +76,8 @@ def test_the_bound_is_the_smallest_normal_number():
         model[1].weight.copy_(torch.tensor([[TINY, below], [-below, 1.0]]))
     l0prune.gate(model, (x,))
     l0prune.gates(model).log_alpha.data.fill_(5.0)
-    dense = l0prune.export(model)
-    assert dense.module[1].weight.tolist() == [[TINY, 0.0], [0.0, 1.0]]
+    small = l0prune.export(model)
+    assert small.module[1].weight.tolist() == [[TINY, 0.0], [0.0, 1.0]]
 
 
 def test_a_gate_that_makes_a_weight_subnormal():
@@ -89,9 +89,9 @@ def test_a_gate_that_makes_a_weight_subnormal():
     bank.log_alpha.data.fill_(-1.5)
     z = bank.z()[0].item()
     assert 0 < z < 0.5  # 2 · TINY · z is normal in float64, and subnormal in float32
-    dense = l0prune.export(model)
-    assert dense.module[2].weight[0, 0] == 0
-    assert dense.module[2].weight[0, 1] != 0
+    small = l0prune.export(model)
+    assert small.module[2].weight[0, 0] == 0
+    assert small.module[2].weight[0, 1] != 0
 
 
 @pytest.mark.slow
@@ -100,13 +100,13 @@ def test_a_batch_norm_that_is_folded_into_its_convolution(tmp_path):
     with torch.no_grad():
         model[0].weight.flatten()[::3] *= 1e-36
         model[1].weight.mul_(1e-3)
-    dense = l0prune.export(l0prune.gate(model, (x,)))
-    assert subnormal(dense.module.parameters()) == 0
+    small = l0prune.export(l0prune.gate(model, (x,)))
+    assert subnormal(small.module.parameters()) == 0
     file = tmp_path / "model.onnx"
-    dense.save_onnx(file)
+    small.save_onnx(file)
     assert "BatchNormalization" not in {node.op_type for node in onnx.load(file).graph.node}
     assert subnormal(written(file)) == 0
-    assert onnx_difference(model, dense, file, x) <= ROUNDED
+    assert onnx_difference(model, small, file, x) <= ROUNDED
 
 
 class Divided(nn.Module):
@@ -124,11 +124,11 @@ class Divided(nn.Module):
 def test_what_is_divided_by_stays(tmp_path):
     model, x = randomise(Divided()).eval(), torch.randn(2, 4)
     model.scale.fill_(1e-40)
-    dense = l0prune.export(close_some(l0prune.gate(model, (x,))))
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert 0 < float(dense.module.scale.max()) < 1e-39
-    assert difference(model, dense, x) <= ROUNDED
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= ROUNDED
+    small = l0prune.export(close_some(l0prune.gate(model, (x,))))
+    small.save_onnx(tmp_path / "model.onnx")
+    assert 0 < float(small.module.scale.max()) < 1e-39
+    assert difference(model, small, x) <= ROUNDED
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= ROUNDED
 
 
 @pytest.mark.parametrize(

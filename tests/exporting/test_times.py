@@ -58,18 +58,18 @@ def test_a_file_that_is_not_faster_is_said(tmp_path, monkeypatch):
     slow = {"own": [3.0, 3.0, 3.0], "dense": [2.0, 2.0, 2.0]}
     monkeypatch.setattr(collect, "networks_turns", lambda *_: slow)
     model = gated()
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     with pytest.warns(L0pruneWarning, match="not faster than the dense network"):
-        dense.save_onnx(tmp_path / "model.onnx", beside=model)
-    assert "round_to" in dense.times.warning
+        small.save_onnx(tmp_path / "model.onnx", beside=model)
+    assert "round_to" in small.times.warning
 
 
 @pytest.mark.slow
 def test_nothing_is_timed_unless_asked_for(tmp_path):
     model = gated()
-    dense = l0prune.export(model)
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert dense.times is None
+    small = l0prune.export(model)
+    small.save_onnx(tmp_path / "model.onnx")
+    assert small.times is None
     assert "l0prune.times" not in metadata(tmp_path / "model.onnx")
 
 

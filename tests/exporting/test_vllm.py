@@ -174,14 +174,14 @@ def test_what_was_gated_for_it_is_served(name, settings, tmp_path, monkeypatch):
         gates.set_open(f"model.layers.{layer}.self_attn.q_proj.heads", [1])
     gates.set_open("model.layers.0.mlp", [])
     gates.set_open("model.layers.1.self_attn", [])
-    dense = l0prune.export(model)
-    dense.save_vllm(tmp_path / "served")
+    small = l0prune.export(model)
+    small.save_vllm(tmp_path / "served")
     config, weights = read(tmp_path / "served", monkeypatch)
     assert [block.attention.no_op for block in config.block_configs] == [False, True]
     assert [block.ffn.no_op for block in config.block_configs] == [True, False]
     assert (config.hidden_size, config.num_attention_heads) == (18, 2)
     assert config.block_configs[1].ffn.intermediate_size == 13
-    assert is_served(dense.module, config, weights)
+    assert is_served(small.module, config, weights)
     assert json.loads(config.to_json_string())["block_configs"][1]["attention"] == {"no_op": True}
 
 

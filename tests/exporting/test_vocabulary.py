@@ -213,11 +213,11 @@ def test_the_smaller_model_is_gated_and_exported_as_any_other(result, tmp_path):
     gated = l0prune.gate(copy.deepcopy(result.model).eval(), (ids,), branches=False)
     gates = l0prune.gates(gated)
     gates.set_open(torch.arange(gates.plan.size) % 3 != 0)
-    dense = l0prune.export(gated)
-    assert dense.rebuilt
-    assert dense.module.config.vocab_size == 11
-    torch.testing.assert_close(logits(dense.module, ids), logits(gated, ids))
-    file, *_ = dense.save_onnx(tmp_path / "small.onnx")
+    small = l0prune.export(gated)
+    assert small.rebuilt
+    assert small.module.config.vocab_size == 11
+    torch.testing.assert_close(logits(small.module, ids), logits(gated, ids))
+    file, *_ = small.save_onnx(tmp_path / "small.onnx")
     session = onnxruntime.InferenceSession(file)
     name = session.get_inputs()[0].name
     session.run(None, {name: ids.numpy()})

@@ -39,22 +39,22 @@ def test_with_open_switches_nothing_changes():
 @pytest.mark.one_in(6)
 def test_closed_branches_are_gone(closed, writes, tmp_path):
     model = gated(Net(writes), *closed)
-    dense = l0prune.export(model)
-    assert difference(model, dense, X) <= 1e-10
-    assert graph_difference(model, dense, X) <= 1e-10
+    small = l0prune.export(model)
+    assert difference(model, small, X) <= 1e-10
+    assert graph_difference(model, small, X) <= 1e-10
     left = 2 * (3 - len(closed))
-    assert operators(dense.program.graph_module)["conv2d"] == 1 + 1 + left
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", X) <= 1e-5
+    assert operators(small.program.graph_module)["conv2d"] == 1 + 1 + left
+    small.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, small, tmp_path / "model.onnx", X) <= 1e-5
     graph = onnx.load(tmp_path / "model.onnx").graph
     counted = Counter(node.op_type for node in graph.node)
     assert counted["Conv"] == 2 + left
     assert counted["Add"] == 3 - len(closed)
     sizes = [torch.tensor(each.dims).prod() for each in graph.initializer]
     assert all(int(size) for size in sizes)
-    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+    assert small.params == sum(p.numel() for p in small.module.parameters())
     for name in closed:
-        assert dense.widths[name] == (0, 1)
+        assert small.widths[name] == (0, 1)
 
 
 class Written(nn.Module):
@@ -79,9 +79,9 @@ class Written(nn.Module):
 def test_what_is_written_in_place_later_changes_neither_stream_nor_sum(into_the_sum):
     model = gated(Written(into_the_sum), "inner")
     assert branches_of(model) == ["inner"]
-    dense = l0prune.export(model)
-    assert difference(model, dense, X) <= 1e-10
-    assert graph_difference(model, dense, X) <= 1e-10
+    small = l0prune.export(model)
+    assert difference(model, small, X) <= 1e-10
+    assert graph_difference(model, small, X) <= 1e-10
 
 
 class Steps(nn.Module):
@@ -103,10 +103,10 @@ class Steps(nn.Module):
 def test_what_is_written_in_place_for_nobody_goes_with_its_branch():
     model = gated(Steps(), "layers")
     assert branches_of(model) == ["layers"]
-    dense = l0prune.export(model)
-    assert operators(dense.program.graph_module)["conv2d"] == 2
-    assert difference(model, dense, X) <= 1e-10
-    assert sum(p.numel() for p in dense.program.parameters()) == dense.params
+    small = l0prune.export(model)
+    assert operators(small.program.graph_module)["conv2d"] == 2
+    assert difference(model, small, X) <= 1e-10
+    assert sum(p.numel() for p in small.program.parameters()) == small.params
 
 
 class Centred(nn.Module):
@@ -130,11 +130,11 @@ class Centred(nn.Module):
 def test_averages_over_a_stream_know_where_it_is_zero_without_its_branches(closed):
     model = gated(Centred(), *closed)
     assert set(branches_of(model)) == {"first", "second"}
-    dense = l0prune.export(model)
-    kept, all_ = dense.widths["stem"]
+    small = l0prune.export(model)
+    kept, all_ = small.widths["stem"]
     assert kept < all_
-    assert difference(model, dense, X) <= 1e-10
-    assert graph_difference(model, dense, X) <= 1e-10
+    assert difference(model, small, X) <= 1e-10
+    assert graph_difference(model, small, X) <= 1e-10
 
 
 def test_by_name_or_glob_and_beside_axes():
@@ -181,9 +181,9 @@ def test_transformers_lose_attention_and_mlp(closed, operator):
     model = gated(Encoder(), closed, x=x)
     assert branches_of(model) == ["layer.self_attn", "layer"]
     assert operator in operators(l0prune.export(gated(Encoder(), x=x)).program.graph_module)
-    dense = l0prune.export(model)
-    assert operator not in operators(dense.program.graph_module)
-    assert difference(model, dense, x) <= 1e-10
+    small = l0prune.export(model)
+    assert operator not in operators(small.program.graph_module)
+    assert difference(model, small, x) <= 1e-10
 
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -196,25 +196,25 @@ LAYERS = ("layers.0", "layers.1", "layers.2")
 def test_parts_of_concatenations_are_gone(closed, tmp_path):
     model = gated(Dense(), *closed)
     assert set(branches_of(model)) == {*LAYERS, "wide.branch"}
-    dense = l0prune.export(model)
-    assert difference(model, dense, X) <= 1e-10
-    assert graph_difference(model, dense, X) <= 1e-10
-    assert type(dense.module) is Dense
+    small = l0prune.export(model)
+    assert difference(model, small, X) <= 1e-10
+    assert graph_difference(model, small, X) <= 1e-10
+    assert type(small.module) is Dense
     for name in closed:
-        left = dense.module.get_submodule(name.removesuffix(".branch"))
+        left = small.module.get_submodule(name.removesuffix(".branch"))
         assert isinstance(left, SkippedModule)
     layers = 3 - len({*LAYERS} & {*closed})
     wide = int("wide.branch" not in closed)
-    left = operators(dense.program.graph_module)
+    left = operators(small.program.graph_module)
     assert left["conv2d"] == 1 + 2 * layers + wide + 1
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", X) <= 1e-5
+    small.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, small, tmp_path / "model.onnx", X) <= 1e-5
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert Counter(node.op_type for node in graph.node)["Conv"] == left["conv2d"]
     assert all(len(node.input) > 1 for node in graph.node if node.op_type == "Concat")
     assert all(all(each.dims) for each in graph.initializer)
-    assert {dense.widths[name] for name in closed} == {(0, 1)}
-    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+    assert {small.widths[name] for name in closed} == {(0, 1)}
+    assert small.params == sum(p.numel() for p in small.module.parameters())
 
 
 class InParts(nn.Module):
@@ -237,13 +237,13 @@ def test_branches_of_parts(tmp_path):
     names = [branch.name for branch in l0prune.survey(model, X).branches]
     assert names == ["body.blocks.0", "body.blocks.1", "body.blocks.2"]
     model = gated(InParts(), *names[1:])
-    dense = l0prune.export(model)
-    assert dense.gone == tuple(names[1:])
-    assert difference(model, dense, X) <= 1e-10
-    assert isinstance(dense.module.body.blocks[2], SkippedModule)
-    counted = sum(p.numel() for p in dense.module.parameters())
-    assert counted == dense.params < sum(p.numel() for p in InParts().parameters())
-    dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(model)
+    assert small.gone == tuple(names[1:])
+    assert difference(model, small, X) <= 1e-10
+    assert isinstance(small.module.body.blocks[2], SkippedModule)
+    counted = sum(p.numel() for p in small.module.parameters())
+    assert counted == small.params < sum(p.numel() for p in InParts().parameters())
+    small.save_onnx(tmp_path / "model.onnx")
     (body, *_) = sorted(tmp_path.glob("*body*.onnx"))
     convolutions = [n for n in onnx.load(body).graph.node if n.op_type == "Conv"]
     assert len(convolutions) == 1 + 2 + 1

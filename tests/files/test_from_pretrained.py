@@ -284,13 +284,13 @@ class InParts(nn.Module):
 def test_a_model_that_is_captured_in_parts(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 6)
-    dense = l0prune.export(close_some(l0prune.gate(randomise(InParts()).eval(), x), seed=1))
-    assert dense.in_parts
-    assert dense.save_pretrained(tmp_path / "m").startswith(
+    small = l0prune.export(close_some(l0prune.gate(randomise(InParts()).eval(), x), seed=1))
+    assert small.in_parts
+    assert small.save_pretrained(tmp_path / "m").startswith(
         "Only your own code builds this InParts"
     )
     model = l0prune.resize(InParts().eval(), tmp_path / "m")
-    assert torch.equal(model(x), dense.module(x))
+    assert torch.equal(model(x), small.module(x))
 
 
 def test_a_model_without_values_gets_them(folder):

@@ -85,16 +85,16 @@ def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
     again = l0prune.load(tmp_path / "net.gated.pt")
     x = torch.randn(3, 3, 4, 4)
     assert torch.equal(again.eval()(x), model.eval()(x))
-    dense = l0prune.export(again)
-    (file,) = dense.save_onnx(tmp_path / "small.onnx")
-    assert dense.params < dense.params_before
+    small = l0prune.export(again)
+    (file,) = small.save_onnx(tmp_path / "small.onnx")
+    assert small.params < small.params_before
     (found,) = run_onnx(file, x)
     assert torch.allclose(found, model(x), atol=1e-5)
     assert torch.allclose(load_model(str(file))(x), model(x), atol=1e-5)
     written_graph = onnx.load(file).graph
     assert [value.name for value in written_graph.input] == ["image 1"]
     assert [value.name for value in written_graph.output] == ["scores"]
-    (check,) = (c for c in dense.certificate.checks if c.what == "source")
+    (check,) = (c for c in small.certificate.checks if c.what == "source")
     assert (check.error, check.tolerance) == (again.origin.error, 1e-5)
 
 

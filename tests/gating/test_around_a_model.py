@@ -41,9 +41,9 @@ def test_the_model_in_a_wrapper_is_surveyed_gated_and_exported(wrap):
     close_some(model, seed=1)
     torch.testing.assert_close(wrapped(X), model(X))
     assert not torch.allclose(wrapped(X), before)
-    dense = l0prune.export(wrapped)
-    assert type(dense.module) is nn.Sequential
-    assert difference(model, dense, X) <= ROUNDED
+    small = l0prune.export(wrapped)
+    assert type(small.module) is nn.Sequential
+    assert difference(model, small, X) <= ROUNDED
 
 
 def test_in_ddp_the_gates_would_not_be_averaged(monkeypatch):

@@ -76,9 +76,9 @@ def test_depth_by_a_score(how):
     l0prune.fit(model, "params=0.75", scores)
     gates = l0prune.gates(model)
     assert 0 < int(gates.open().sum()) < 3
-    dense = l0prune.export(model)
-    assert dense.params <= 0.75 * dense.params_before
-    assert difference(model, dense, X) <= 1e-10
+    small = l0prune.export(model)
+    assert small.params <= 0.75 * small.params_before
+    assert difference(model, small, X) <= 1e-10
 
 
 def test_only_what_takes_something_stands_in_the_way():
@@ -161,8 +161,8 @@ def test_of_axes_of_other_kinds_nothing_opens_or_closes():
     after = {axis.name: axis.open.cpu() for axis in gates.axes}
     assert {name for name, open_ in after.items() if not open_.any()} == {"second"}
     assert after["up"].tolist() == before[wide.slice].tolist()
-    dense = l0prune.export(model)
-    assert dense.params <= 0.75 * dense.params_before
+    small = l0prune.export(model)
+    assert small.params <= 0.75 * small.params_before
     with pytest.raises(UsageError, match=r"of the kind 'layer'; there are branch, "):
         l0prune.fit(model, "params=0.5", kinds=("layer",))
     with pytest.raises(UsageError, match="cannot be met"):
@@ -174,8 +174,8 @@ def test_all_branches_may_go_and_no_more():
     stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())
     whole = cost_of(l0prune.gates(model).plan).dense("params")
     l0prune.fit(model, f"params={stays}", l0prune.score(model, "magnitude"))
-    dense = l0prune.export(model)
-    assert (dense.params, {"down", "second"} - {*dense.gone}) == (stays, set())
+    small = l0prune.export(model)
+    assert (small.params, {"down", "second"} - {*small.gone}) == (stays, set())
     with pytest.raises(UsageError, match="cannot be met"):
         l0prune.fit(model, f"params={stays - 1}")
     assert stays < whole
@@ -196,10 +196,10 @@ def test_a_branch_that_adds_nothing_goes_first(compact):
     )  # fmt: skip
     assert history.last["open"]["second"] == 0
     assert "second" not in history.last["dead"]
-    dense = l0prune.export(model)
-    assert "second" in dense.gone
-    assert dense.params <= 0.8 * dense.params_before
-    assert difference(model, dense, X) <= ROUNDED
+    small = l0prune.export(model)
+    assert "second" in small.gone
+    assert small.params <= 0.8 * small.params_before
+    assert difference(model, small, X) <= ROUNDED
     assert [tuple(p.shape) for p in Nested().parameters()] == [
         tuple(p.shape) for name, p in model.named_parameters() if "l0prune" not in name
     ]

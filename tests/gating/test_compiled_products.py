@@ -17,7 +17,7 @@ from triton_here import DEVICE, HAS_GPU, why_not
 import l0prune
 from l0prune.gating import products
 from l0prune.gating.compiled_products import CompiledWeights, differentiate, multiply, table_of
-from l0prune.gating.multipliers import GateValues
+from l0prune.gating.multiplying import GateValues
 from l0prune.gating.weight_tables import kernels, line_of
 from l0prune.training.compaction import Compaction
 

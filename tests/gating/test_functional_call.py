@@ -56,9 +56,9 @@ class Generated(nn.Module):
 def test_what_the_forward_puts_into_a_layer_is_not_multiplied_by_its_gates():
     model, x = Generated().double().eval(), torch.randn(4, 6).double()
     l0prune.gate(model, x, open_probability=0.5, jitter=2.0)
-    dense = l0prune.export(model)
-    assert dense.params < dense.params_before
-    torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-12)
+    small = l0prune.export(model)
+    assert small.params < small.params_before
+    torch.testing.assert_close(small.module(x), model(x), rtol=1e-10, atol=1e-12)
 
 
 def test_a_layer_called_by_itself_with_another_tensor_is_refused():

@@ -103,11 +103,11 @@ def test_a_gated_file_and_an_export_have_it(persistent, tmp_path):
     before = model(X).detach()
     l0prune.save(model, tmp_path / "gated.pt")
     assert torch.equal(l0prune.load(tmp_path / "gated.pt", copy.deepcopy(plain))(X), before)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    assert dict(dense.module.named_buffers())["table"].shape == (6, 6)
-    assert torch.allclose(dense.module(X), before, atol=1e-6)
-    dense.save(tmp_path / "dense.pt")
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    assert dict(small.module.named_buffers())["table"].shape == (6, 6)
+    assert torch.allclose(small.module(X), before, atol=1e-6)
+    small.save(tmp_path / "dense.pt")
     loaded = l0prune.load(tmp_path / "dense.pt", copy.deepcopy(plain))
     assert torch.allclose(loaded(X), before, atol=1e-6)
 

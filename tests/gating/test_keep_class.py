@@ -51,11 +51,11 @@ def test_a_size_that_is_read_off_one_dim_and_used_for_another_is_said_beforehand
     assert survey.to_dict()["reused_sizes"] == [said]
     assert "keep_class='native'" in str(survey)
     close_some(l0prune.gate(model, x, branches=False), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert dense.note.startswith("torch.save(module)")  # and no more than that
-    assert "\n" not in dense.note
-    assert type(dense.module[1].attention).__name__ == "ReadsItsInput"
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert small.note.startswith("torch.save(module)")  # and no more than that
+    assert "\n" not in small.note
+    assert type(small.module[1].attention).__name__ == "ReadsItsInput"
 
 
 class HasNumbers(nn.Module):
@@ -85,10 +85,10 @@ def test_native_gates_only_what_needs_no_other_layer(make):
     l0prune.gate(model, x, keep_class="native")
     assert [axis.name for axis in l0prune.gates(model).axes] == ["1.mlp.0"]
     close_some(model, seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert not any(isinstance(module, tuple(LAYERS.values())) for module in dense.module.modules())
-    assert difference(model, dense, x) <= 1e-10
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert not any(isinstance(module, tuple(LAYERS.values())) for module in small.module.modules())
+    assert difference(model, small, x) <= 1e-10
 
 
 class OneNumber(nn.Module):
@@ -111,12 +111,12 @@ def test_dims_with_one_number_keep_as_many_slots_if_the_class_is_to_be_kept(keep
         bank.log_alpha.fill_(-9.0)
         for axis, number in zip(bank.axes, (3, 5), strict=True):
             bank.log_alpha[axis.slice][:number] = 9.0
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert any(isinstance(each, GivenSizes) for each in dense.module.modules()) is not keep_class
-    assert [kept for kept, _ in dense.widths.values()] == ([5, 5] if keep_class else [3, 5])
-    assert dense.params == sum(p.numel() for p in dense.module.parameters())
-    assert difference(model, dense, x) <= 1e-10
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert any(isinstance(each, GivenSizes) for each in small.module.modules()) is not keep_class
+    assert [kept for kept, _ in small.widths.values()] == ([5, 5] if keep_class else [3, 5])
+    assert small.params == sum(p.numel() for p in small.module.parameters())
+    assert difference(model, small, x) <= 1e-10
 
 
 def test_what_it_may_be():

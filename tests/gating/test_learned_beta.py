@@ -159,8 +159,8 @@ def test_it_learns_and_is_cut_saved_and_loaded(tmp_path):
     model = learned(axis_by_axis(), budget="params=0.5")
     gates = l0prune.gates(model)
     assert (gates.temperature - start).abs().min() > 0.05
-    dense = l0prune.export(model)
-    assert 80 < dense.params < 98  # of 195
+    small = l0prune.export(model)
+    assert 80 < small.params < 98  # of 195
     l0prune.save(model, tmp_path / "model.pt")
     again = l0prune.load(tmp_path / "model.pt")
     assert differing(tensors(model), tensors(again)) == []

@@ -46,14 +46,14 @@ def first_layer(model):
 
 def loaded_alone(model, folder, inputs=TEXT):
     """Export and write a gated model; the outputs of its module, and of what transformers loads."""
-    dense = l0prune.export(model)
-    assert "So does" in dense.save_pretrained(folder)
+    small = l0prune.export(model)
+    assert "So does" in small.save_pretrained(folder)
     for name in ("l0prune.json", "l0prune_model.py"):
         (folder / name).unlink(missing_ok=True)
     loaded = getattr(transformers, type(model).__name__).from_pretrained(folder).eval()
     with torch.no_grad():
-        assert torch.allclose(dense.module(**inputs)[0], loaded(**inputs)[0], atol=1e-5)
-    return dense, loaded.config
+        assert torch.allclose(small.module(**inputs)[0], loaded(**inputs)[0], atol=1e-5)
+    return small, loaded.config
 
 
 LLAMA = {"num_key_value_heads": 3, "head_dim": 4}

@@ -82,9 +82,9 @@ def test_gates_that_disagree_are_exported_at_one_width():
     gates = l0prune.gates(model)
     for number, slots in enumerate(([0], [1, 2, 3], [4, 5])):
         gates.set_open(f"blocks.{number}.0", slots)
-    dense = l0prune.export(model)
-    assert [dense.widths[f"blocks.{n}.0"][0] for n in range(3)] == [3, 3, 3]
-    assert dense.module.blocks[0][0].weight.shape[0] == 3
+    small = l0prune.export(model)
+    assert [small.widths[f"blocks.{n}.0"][0] for n in range(3)] == [3, 3, 3]
+    assert small.module.blocks[0][0].weight.shape[0] == 3
 
 
 def test_training_ends_with_one_share_and_the_file_keeps_it(tmp_path):
@@ -121,9 +121,9 @@ def test_whole_blocks_may_go_beside():
     model = gated()
     gates = l0prune.gates(model)
     gates.set_open("blocks.1", [])
-    dense = l0prune.export(model)
-    assert dense.gone == ("blocks.1",)
-    assert dense.widths["blocks.0.0"] == (24, 24)
+    small = l0prune.export(model)
+    assert small.gone == ("blocks.1",)
+    assert small.widths["blocks.0.0"] == (24, 24)
 
 
 def test_axes_of_one_group_are_ordered_by_rank_and_others_by_score():

@@ -263,11 +263,11 @@ def test_a_size_that_many_branches_go_by_takes_none_away():
     last = [axis for axis in bank.axes if axis.kind == "branch"][-1]
     with torch.no_grad():
         bank.log_alpha[last.slice] = -5.0
-    dense = l0prune.export(model)
-    assert dense.gone == (last.name,)
-    assert "for SkippedModule: save_pretrained" in dense.note
+    small = l0prune.export(model)
+    assert small.gone == (last.name,)
+    assert "for SkippedModule: save_pretrained" in small.note
     three = torch.randn(3, 4, 6)
-    torch.testing.assert_close(dense.program.module()(three), model(three))
+    torch.testing.assert_close(small.program.module()(three), model(three))
 
 
 def masked(x):
@@ -286,11 +286,11 @@ def test_what_writes_into_a_part_of_what_only_a_branch_reads_goes_with_it():
     assert [axis.name for axis in bank.axes] == ["block.a"]
     with torch.no_grad():
         bank.log_alpha[:] = -5.0
-    dense = l0prune.export(model)
-    calls = {str(node.target) for node in dense.program.graph.nodes if node.op == "call_function"}
+    small = l0prune.export(model)
+    calls = {str(node.target) for node in small.program.graph.nodes if node.op == "call_function"}
     assert calls == {"aten.conv2d.default"}
-    assert dense.params == 2 * 4 + 2 + 4 * 4 + 4
-    torch.testing.assert_close(dense.module(X), model(X))
+    assert small.params == 2 * 4 + 2 + 4 * 4 + 4
+    torch.testing.assert_close(small.module(X), model(X))
 
 
 # --- parts of concatenations ----------------------------------------------------------------

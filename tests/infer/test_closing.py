@@ -81,13 +81,13 @@ def test_without_a_switch_one_slot_stays():
 @pytest.mark.parametrize("axis", ["up", "beside"])
 def test_what_is_left_is_exact_without_the_branch(axis):
     model = without(gated(), axis)
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     gone = {"up": "down", "beside": "beside.branch"}[axis]
-    assert dense.gone == (gone,)
-    assert not any(axis in n for n, p in dense.module.named_parameters() if p.numel())
-    assert difference(model, dense, X) <= 1e-10
-    assert graph_difference(model, dense, X) <= 1e-10
-    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+    assert small.gone == (gone,)
+    assert not any(axis in n for n, p in small.module.named_parameters() if p.numel())
+    assert difference(model, small, X) <= 1e-10
+    assert graph_difference(model, small, X) <= 1e-10
+    assert small.params == sum(p.numel() for p in small.module.parameters())
 
 
 def test_fit_closes_the_last_slot_of_what_matters_least():

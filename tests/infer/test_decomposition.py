@@ -50,9 +50,9 @@ def test_what_torch_makes_of_others_is_cut_exactly(name):
     found = l0prune.survey(model, (x,))
     assert not [pin for pin in found.pins if pin.operator]
     assert HIDDEN in [axis.size for axis in found.axes]
-    dense = l0prune.export(close_some(l0prune.gate(model, (x,), survey=found), 0))
-    assert difference(model, dense, x) <= 1e-10
-    assert dense.params < dense.params_before
+    small = l0prune.export(close_some(l0prune.gate(model, (x,), survey=found), 0))
+    assert difference(model, small, x) <= 1e-10
+    assert small.params < small.params_before
 
 
 @pytest.mark.slow
@@ -66,9 +66,9 @@ def test_work_is_counted_and_where_it_comes_from_is_known(tmp_path):
     assert made
     assert all(n.meta["stack_trace"] for n in made)
     torch.testing.assert_close(program.module()(x), model(x))
-    dense = l0prune.export(close_some(l0prune.gate(model, (x,)), 0))
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= 1e-5
+    small = l0prune.export(close_some(l0prune.gate(model, (x,)), 0))
+    small.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, small, tmp_path / "model.onnx", x) <= 1e-5
 
 
 def test_results_of_a_call_with_several_are_renamed_everywhere():
@@ -104,8 +104,8 @@ def test_an_input_may_be_called_as_a_new_node_would_be():
 
     x = torch.randn(4, 6), torch.randn(4, 6)
     model = l0prune.gate(randomise(Differing()).double().eval(), tuple(t.double() for t in x))
-    dense = l0prune.export(close_some(model))
-    assert dense.params < dense.params_before
+    small = l0prune.export(close_some(model))
+    assert small.params < small.params_before
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def gated(model, **options):
 def cut(model, **options):
     """The export of the model, gated and half closed."""
     model = gated(model, **options)
-    dense = l0prune.export(model)
-    torch.testing.assert_close(model(X.clone()), dense.module(X.clone()), rtol=1e-4, atol=1e-5)
-    return dense
+    small = l0prune.export(model)
+    torch.testing.assert_close(model(X.clone()), small.module(X.clone()), rtol=1e-4, atol=1e-5)
+    return small
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_where_a_reader_escapes_notice_the_error_says_what_to_do():
 
     with pytest.raises(CertificateError, match=r"(?s)code around them may read.*exclude='a\.\*'"):
         l0prune.export(gated(Late()))
-    dense = l0prune.export(gated(Late(), exclude="a.*"))
-    assert set(dense.widths) == {"b.0"}
-    assert dense.module.a[0].out_features == 8
+    small = l0prune.export(gated(Late(), exclude="a.*"))
+    assert set(small.widths) == {"b.0"}
+    assert small.module.a[0].out_features == 8
 
 
 @pytest.mark.slow

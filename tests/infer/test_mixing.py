@@ -59,10 +59,10 @@ def test_channels_and_kernels_are_cut_exactly(seed):
     axes = {axis.name: axis for axis in gates.plan.axes if axis.kind == "kernel"}
     assert [axes[name].size for name in ("2.kernels", "5.kernels")] == kernels
     expected = model(x)
-    dense = l0prune.export(model)
-    assert torch.allclose(dense.module(x), expected, rtol=1e-10, atol=1e-12)
+    small = l0prune.export(model)
+    assert torch.allclose(small.module(x), expected, rtol=1e-10, atol=1e-12)
     left = {name: int(gates.open()[axis.slice].sum()) for name, axis in axes.items()}
-    state = dense.module.state_dict()
+    state = small.module.state_dict()
     for name, kept in left.items():
         assert state[name.replace("kernels", "weight")].shape[0] == kept < axes[name].size
 
@@ -74,13 +74,13 @@ def test_shares_that_a_softmax_normalised_all_stay():
     gates = l0prune.gates(l0prune.gate(model, (x,), include="1.kernels"))
     with torch.no_grad():
         gates.log_alpha[1:3] = -9.0
-    dense = l0prune.export(model)
-    state = dense.module.state_dict()
+    small = l0prune.export(model)
+    state = small.module.state_dict()
     assert state["1.weight"].shape == (2, 5, 4, 3, 3)
     assert state["1.bias"].shape == (2, 5)
     assert state["1.attention.weight"].shape == (4, 4)
     again = torch.randn(5, 3, 6, 6)  # any batch
-    assert torch.allclose(dense.module(again), model(again), atol=1e-5)
+    assert torch.allclose(small.module(again), model(again), atol=1e-5)
 
 
 def test_a_matrix_that_the_input_multiplies_has_no_kernels():

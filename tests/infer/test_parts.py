@@ -89,21 +89,21 @@ def test_the_export_is_exact_even_where_nothing_is_found(threshold):
     for a, b in zip(plain(images(3)), model.eval()(images(3)), strict=True):
         torch.testing.assert_close(a, b)
     close_some(model)
-    dense = l0prune.export(model)
-    assert isinstance(dense.module, Detector)
-    assert dense.rebuilt
-    assert dense.note == ""
-    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
+    small = l0prune.export(model)
+    assert isinstance(small.module, Detector)
+    assert small.rebuilt
+    assert small.note == ""
+    assert small.params == sum(p.numel() for p in small.module.parameters()) < small.params_before
     with torch.no_grad():
-        for a, b in zip(model(images(7, 8)), dense.module(images(7, 8)), strict=True):
+        for a, b in zip(model(images(7, 8)), small.module(images(7, 8)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_each_part_is_a_file_that_takes_inputs_of_any_size(tmp_path):
     model = close_some(l0prune.gate(detector(), (images(),)))
-    dense = l0prune.export(model)
-    files = dense.save_onnx(tmp_path / "model.onnx")
+    small = l0prune.export(model)
+    files = small.save_onnx(tmp_path / "model.onnx")
     assert {f.name for f in files} == {f"model.{part}.onnx" for part in ("stem", "refine", "head")}
     for part, shape in (("stem", (4, 3, 7, 11)), ("refine", (4, 6)), ("head", (4, 6))):
         x = torch.randn(shape)
@@ -111,9 +111,9 @@ def test_each_part_is_a_file_that_takes_inputs_of_any_size(tmp_path):
         expected = model.get_submodule(part)(x)
         torch.testing.assert_close(written, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match="in parts"):
-        _ = dense.program
-    assert len(dense.save(tmp_path / "model.pt2")) == 3
-    dense.save(tmp_path / "model.pt")
+        _ = small.program
+    assert len(small.save(tmp_path / "model.pt2")) == 3
+    small.save(tmp_path / "model.pt")
     manifest = json.loads(torch.load(tmp_path / "model.pt", weights_only=True)["manifest"])
     assert manifest["rebuild"]["verified"]
     assert manifest["attributes"]["stem.conv"]["out_channels"] < 10
@@ -153,12 +153,12 @@ def test_a_part_whose_class_does_not_fit_runs_as_its_graph():
     model = detector()
     model.stem = randomise(ByWidth()).eval()
     close_some(l0prune.gate(model, (images(),)))
-    dense = l0prune.export(model)
-    assert not dense.rebuilt
-    assert "stem is the captured graph, not of its own class" in dense.note
-    assert "computes something else at these sizes" in dense.note
-    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
-    torch.testing.assert_close(model(images(5)), dense.module(images(5)), rtol=1e-4, atol=1e-5)
+    small = l0prune.export(model)
+    assert not small.rebuilt
+    assert "stem is the captured graph, not of its own class" in small.note
+    assert "computes something else at these sizes" in small.note
+    assert small.params == sum(p.numel() for p in small.module.parameters()) < small.params_before
+    torch.testing.assert_close(model(images(5)), small.module(images(5)), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_two_parts_share_stay_whole():
@@ -240,9 +240,9 @@ def test_parts_in_containers_and_weights_that_others_read(kind, axes):
     found = l0prune.survey(model, x)
     assert {axis.name for axis in found.axes} == axes
     assert found.params == sum(p.numel() for p in model.parameters())
-    dense = l0prune.export(close_some(l0prune.gate(model, x)))
-    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < found.params
-    torch.testing.assert_close(model(x), dense.module(x), rtol=1e-4, atol=1e-5)
+    small = l0prune.export(close_some(l0prune.gate(model, x)))
+    assert small.params == sum(p.numel() for p in small.module.parameters()) < found.params
+    torch.testing.assert_close(model(x), small.module(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_survey_leaves_the_example_the_buffers_and_the_generator_alone():
@@ -291,14 +291,14 @@ def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
             return x + pooled[:, None] if pooled.sum().item() < 1e9 else x
 
     model = close_some(l0prune.gate(randomise(Pooled()).eval(), torch.randn(2, 3, 8)))
-    dense = l0prune.export(model)
-    files = dense.save_onnx(tmp_path / "m.onnx")
+    small = l0prune.export(model)
+    files = small.save_onnx(tmp_path / "m.onnx")
     assert [file.name for file in files] == ["m.part.onnx", "m.part-2.onnx"]
-    assert dense.to_dict()["parts"] == ["part"]
+    assert small.to_dict()["parts"] == ["part"]
     for file, shape in zip(files, [(5, 8), (5, 3, 8)], strict=True):
         (written,) = run_onnx(file, x := torch.randn(shape))
         torch.testing.assert_close(written, model.part(x), rtol=1e-4, atol=1e-5)
-    assert len(learned_on(dense).pieces) == 2
+    assert len(learned_on(small).pieces) == 2
 
 
 def test_a_part_called_in_two_ways_is_looked_into():

@@ -78,17 +78,17 @@ def test_the_cut_layer_is_one_of_torchs_own(settings):
     close_some(model, seed=2)
     with torch.no_grad():
         wanted = copy.deepcopy(model)(X.double())
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
-    layer = dense.module.r
-    assert layer.hidden_size == dense.widths["r"][0] < 6
-    assert layer.input_size == dense.widths["a"][0] < 8
+    small = l0prune.export(model)
+    assert small.rebuilt, small.note
+    layer = small.module.r
+    assert layer.hidden_size == small.widths["r"][0] < 6
+    assert layer.input_size == small.widths["a"][0] < 8
     with torch.no_grad():
-        found = dense.module(X.double())
+        found = small.module(X.double())
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).abs().max() <= 1e-12
-    assert sum(p.numel() for p in dense.module.parameters()) == dense.params
-    assert 2 * dense.macs * len(X) == flops(dense.module, X.double())
+    assert sum(p.numel() for p in small.module.parameters()) == small.params
+    assert 2 * small.macs * len(X) == flops(small.module, X.double())
 
 
 def test_a_projection_stays_smaller_than_its_cells():
@@ -99,13 +99,13 @@ def test_a_projection_stays_smaller_than_its_cells():
     with torch.no_grad():
         bank.log_alpha.fill_(5)
         bank.log_alpha[cells.slice][1:] = -5
-    dense = l0prune.export(model)
-    assert dense.rebuilt
-    assert (dense.widths["r"], dense.widths["r.projection"]) == ((5, 6), (4, 4))
-    assert (dense.module.r.hidden_size, dense.module.r.proj_size) == (5, 4)
-    assert sum(p.numel() for p in dense.module.parameters()) == dense.params
+    small = l0prune.export(model)
+    assert small.rebuilt
+    assert (small.widths["r"], small.widths["r.projection"]) == ((5, 6), (4, 4))
+    assert (small.module.r.hidden_size, small.module.r.proj_size) == (5, 4)
+    assert sum(p.numel() for p in small.module.parameters()) == small.params
     with torch.no_grad():
-        for ours, theirs in zip(dense.module(X.double()), model(X.double()), strict=True):
+        for ours, theirs in zip(small.module(X.double()), model(X.double()), strict=True):
             assert (ours - theirs).abs().max() <= 1e-12
 
 

@@ -164,6 +164,6 @@ def test_what_is_gated_is_exported(forward):
         "c": nn.Conv2d(3, 6, 1), "d": nn.Conv2d(6, 2, 1),
     }  # fmt: skip
     model, x = randomise(Fn(forward, **layers)).double().eval(), torch.randn(2, 3, 6, 6).double()
-    dense = l0prune.export(close_some(l0prune.gate(model, x)))
+    small = l0prune.export(close_some(l0prune.gate(model, x)))
     with torch.no_grad():
-        torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(small.module(x), model(x), rtol=1e-10, atol=1e-12)

@@ -47,7 +47,7 @@ def test_the_loop_of_the_docs(precision):
     assert pruner.step == steps
     assert prepared is model
     assert ("forward" in vars(model)) == (precision == "bf16")
-    dense = l0prune.export(model)  # of the model itself: the autocast around it is accelerate's
-    assert 0.4 < dense.params / dense.params_before <= 0.5
+    small = l0prune.export(model)  # of the model itself: the autocast around it is accelerate's
+    assert 0.4 < small.params / small.params_before <= 0.5
     vars(model).pop("forward", None)
-    assert difference(model, dense, torch.randn(2, FEATURES)) <= ROUNDED
+    assert difference(model, small, torch.randn(2, FEATURES)) <= ROUNDED

@@ -25,11 +25,11 @@ def test_adapters_first_are_cut_and_merge():
     adapted = with_adapters(model)
     l0prune.gate(adapted, args, kwargs, branches=False)
     close_some(adapted, seed=1)
-    dense = l0prune.export(adapted)
-    assert type(dense.module) is peft.PeftModel
+    small = l0prune.export(adapted)
+    assert type(small.module) is peft.PeftModel
     expected = adapted(**kwargs).last_hidden_state
-    torch.testing.assert_close(dense.module(**kwargs).last_hidden_state, expected)
-    merged = dense.module.merge_and_unload()
+    torch.testing.assert_close(small.module(**kwargs).last_hidden_state, expected)
+    merged = small.module.merge_and_unload()
     assert type(merged) is type(model)
     torch.testing.assert_close(merged(**kwargs).last_hidden_state, expected)
     query = merged.encoder.layer[0].attention.self.query

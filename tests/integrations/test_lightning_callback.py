@@ -74,12 +74,12 @@ def trained(
 
 def test_a_run_meets_its_budget_and_exports(tmp_path):
     network, pruner, trainer = trained(tmp_path, gradient_clip_val=0.1)
-    dense = l0prune.export(network)
+    small = l0prune.export(network)
     assert pruner.phase == "settle"
-    assert 0.4 < dense.params / dense.params_before <= 0.5
-    assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
+    assert 0.4 < small.params / small.params_before <= 0.5
+    assert difference(network, small, torch.randn(2, FEATURES)) <= ROUNDED
     logged = float(trainer.logged_metrics["l0/params"])
-    assert logged == pytest.approx(dense.params / dense.params_before)
+    assert logged == pytest.approx(small.params / small.params_before)
 
 
 def test_accumulation_gives_the_same_gates(tmp_path):
@@ -103,8 +103,8 @@ def test_the_gates_are_in_no_state_of_its_optimizer(tmp_path):
 @pytest.mark.slow
 def test_precision(precision, tmp_path):
     network, _, _ = trained(tmp_path, precision=precision)
-    dense = l0prune.export(network)
-    assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
+    small = l0prune.export(network)
+    assert difference(network, small, torch.randn(2, FEATURES)) <= ROUNDED
 
 
 @pytest.mark.parametrize("task", [Compiled, Checkpointed])
@@ -117,8 +117,8 @@ def test_compiled_or_with_checkpoints_the_gates_are_the_same(task, tmp_path):
         _, pruner, _ = trained(tmp_path / each.__name__, network, task=each)
         ends.append(pruner.gates.log_alpha.detach())
     torch.testing.assert_close(*ends)
-    dense = l0prune.export(network)
-    assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
+    small = l0prune.export(network)
+    assert difference(network, small, torch.randn(2, FEATURES)) <= ROUNDED
 
 
 @pytest.mark.parametrize("compact", ["never", "settle"])
@@ -146,8 +146,8 @@ def test_a_run_that_stops_early_meets_its_budget_too(tmp_path):
 
     network, _, trainer = trained(tmp_path, more=[Stop()])
     assert trainer.global_step == 20
-    dense = l0prune.export(network)
-    assert dense.params <= 0.5 * dense.params_before
+    small = l0prune.export(network)
+    assert small.params <= 0.5 * small.params_before
 
 
 def test_what_is_wrong_is_said_in_words(tmp_path):

@@ -59,12 +59,12 @@ def in_several(run, count, folder):
 
 
 def summary(model, pruner):
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     return {
         "processes": torch.distributed.get_world_size(),
         "log_alpha": pruner.gates.log_alpha.detach().clone(),
         "weights": [weight.detach().clone() for weight in pruner.weights],
-        "params": dense.params / dense.params_before,
+        "params": small.params / small.params_before,
     }
 
 

@@ -42,6 +42,6 @@ def test_averaged_weights_are_exported_with_averaged_gates():
     torch.testing.assert_close(
         l0prune.gates(average.module).log_alpha, l0prune.gates(model).log_alpha
     )
-    dense = l0prune.export(average.module)
-    assert dense.params == l0prune.export(model).params < dense.params_before
-    assert difference(model, dense, torch.randn(2, 3, 32, 32)) <= ROUNDED
+    small = l0prune.export(average.module)
+    assert small.params == l0prune.export(model).params < small.params_before
+    assert difference(model, small, torch.randn(2, 3, 32, 32)) <= ROUNDED

@@ -105,12 +105,12 @@ def logits_apart(model, dense):
 
 def test_a_run_meets_its_budget_and_exports(tmp_path):
     model, pruner, made = trained(tmp_path)
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     assert pruner.phase == "settle"
-    assert 0.5 < dense.params / dense.params_before <= 0.6
-    assert logits_apart(model, dense) <= ROUNDED
+    assert 0.5 < small.params / small.params_before <= 0.6
+    assert logits_apart(model, small) <= ROUNDED
     logged = made.state.log_history[-2]
-    assert logged["l0/params"] == pytest.approx(dense.params / dense.params_before, abs=1e-5)
+    assert logged["l0/params"] == pytest.approx(small.params / small.params_before, abs=1e-5)
     assert {"l0/open", "l0/expected_macs", "l0/multiplier:params=0.6"} <= logged.keys()
 
 
@@ -173,12 +173,12 @@ def test_weights_alone_are_clipped_and_decayed(tmp_path):
 @pytest.mark.slow
 def test_ways_of_computing(arguments, tmp_path):
     model, _, _ = trained(tmp_path, save_strategy="no", **arguments)
-    dense = l0prune.export(model)
-    assert 0.5 < dense.params / dense.params_before <= 0.6
-    casts = [n for n in dense.program.graph.nodes if torch.bfloat16 in n.args]
+    small = l0prune.export(model)
+    assert 0.5 < small.params / small.params_before <= 0.6
+    casts = [n for n in small.program.graph.nodes if torch.bfloat16 in n.args]
     assert casts == []  # autocast was the Trainer's, not the model's
     vars(model).pop("forward", None)
-    assert logits_apart(model, dense) <= ROUNDED
+    assert logits_apart(model, small) <= ROUNDED
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_a_language_model_is_exported_as_it_was_gated(tmp_path):
     model, _, made = trained(tmp_path, gated(llama), data=TEXTS, save_strategy="no")
     assert made.args.use_cache is False
     assert model.config.use_cache is True
-    dense = l0prune.export(model)
-    assert dense.params < 0.61 * dense.params_before
+    small = l0prune.export(model)
+    assert small.params < 0.61 * small.params_before
     with torch.no_grad():
-        found = dense.module(input_ids=IDS[5:9])
+        found = small.module(input_ids=IDS[5:9])
         assert of_scale(model.eval()(IDS[5:9]).logits, found["logits"]).max() <= ROUNDED
 
 
@@ -235,8 +235,8 @@ def test_the_best_model_meets_the_budget_too(tmp_path):
     )  # fmt: skip
     assert made.state.best_model_checkpoint.endswith("checkpoint-10")
     assert pruner.gates.fixed
-    dense = l0prune.export(model)
-    assert dense.params <= 0.6 * dense.params_before
+    small = l0prune.export(model)
+    assert small.params <= 0.6 * small.params_before
 
 
 def test_what_is_wrong_is_said_in_words(tmp_path):

@@ -143,7 +143,7 @@ def test_branches_alone_may_be_gated():
         a.name for a in l0prune.gates(model).axes
     }
     l0prune.gates(model).set_open(torch.zeros(3, dtype=torch.bool))
-    dense = l0prune.export(model)
-    assert dense.params == 6 * 4 + 4 + 4 * 2 + 2
-    assert dense.module.head.in_features == 4
-    torch.testing.assert_close(dense.module(x), model(x))
+    small = l0prune.export(model)
+    assert small.params == 6 * 4 + 4 + 4 * 2 + 2
+    assert small.module.head.in_features == 4
+    torch.testing.assert_close(small.module(x), model(x))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import l0prune
-from l0prune.cli.edge import announced
 from l0prune.cli.gate import gate as command_gate
+from l0prune.cli.messages import announced
 from l0prune.cli.recipe_files import GateSection, builtin, load
 from l0prune.cli.recipe_run import run
 from l0prune.errors import DataError, FileError, UsageError

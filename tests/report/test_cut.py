@@ -110,11 +110,11 @@ def test_layers_of_a_branch_that_is_gone_have_nothing_left():
     open_ = torch.ones(gates.plan.size, dtype=torch.bool)
     open_[switch.start] = False
     gates.set_open(open_)
-    dense = l0prune.export(model)
-    content = dense.report().content
+    small = l0prune.export(model)
+    content = small.report().content
     layers = {layer.name: layer for layer in content.layers}
-    assert sum(layer.params.after for layer in layers.values()) == dense.params
-    assert sum(layer.macs.after for layer in layers.values()) == dense.macs
+    assert sum(layer.params.after for layer in layers.values()) == small.params
+    assert sum(layer.macs.after for layer in layers.values()) == small.macs
     for name in ("up", "down"):
         for side in (layers[name].input, layers[name].output):
             assert (side.after, side.reason) == (0, f"the branch {switch.name} is gone")

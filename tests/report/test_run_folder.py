@@ -44,16 +44,16 @@ def test_in_memory_and_from_the_folder_the_training_is_the_same(trained):
 
 def test_an_export_with_its_history_says_all_of_it(trained, tmp_path):
     model, history, _ = trained
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     (tmp_path / "small.onnx").write_bytes(b"onnx")
-    dense.files = (tmp_path / "small.onnx",)  # as save_onnx leaves it
-    found = dense.report(history).content
-    assert found.gain.params == Pair(before=dense.params_before, after=dense.params)
+    small.files = (tmp_path / "small.onnx",)  # as save_onnx leaves it
+    found = small.report(history).content
+    assert found.gain.params == Pair(before=small.params_before, after=small.params)
     assert found.gain.bytes == Pair(before=None, after=4)
     assert found.gain.metric.before == history.records[0]["before"]["error"]
     assert found.gain.metric.after == history.last["error"]
     assert found.gain.seconds == pytest.approx(sum(r["seconds"] for r in history.records))
-    assert [c.error for c in found.certificate] == [c.error for c in dense.certificate.checks]
+    assert [c.error for c in found.certificate] == [c.error for c in small.certificate.checks]
     (budget,) = found.budgets
     assert budget.met
     assert budget.share == history.last["budget"]["params=0.5"]["share"]

@@ -151,9 +151,9 @@ def test_each_axis_keeps_its_share_of_slots(budget, widths, before):
 def test_widths_and_another_budget_are_met_together():
     model = layers()
     counts = fit(model, "4: width=0.3, macs=0.3", l0prune.score(model, "magnitude"))
-    dense = l0prune.export(model)
+    small = l0prune.export(model)
     assert counts["4: width=0.3"] <= 8
-    assert dense.macs == counts["macs=0.3"] <= 0.3 * dense.macs_before
+    assert small.macs == counts["macs=0.3"] <= 0.3 * small.macs_before
 
 
 def test_a_branch_has_no_width():

@@ -110,7 +110,7 @@ def test_a_budget_in_milliseconds_is_observed_without_a_branch(tmp_path):
     scores = torch.ones(l0prune.gates(model).plan.size)
     scores[switch.slice] = 0
     l0prune.fit(model, "latency=0.8", scores, latency=table, kinds="branch")
-    dense = l0prune.export(model)
-    assert dense.gone == (switch.name,)
-    dense.save_onnx(tmp_path / "model.onnx", beside=model)
-    assert dense.times.share < 0.9
+    small = l0prune.export(model)
+    assert small.gone == (switch.name,)
+    small.save_onnx(tmp_path / "model.onnx", beside=model)
+    assert small.times.share < 0.9

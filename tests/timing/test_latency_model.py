@@ -13,18 +13,15 @@ from timed_network import gated
 import l0prune
 from l0prune.plan.layout import Const, Slots
 from l0prune.timing.facts import Group
-from l0prune.timing.latency_model import (
+from l0prune.timing.latency_fit import (
     _PRICE,
-    LatencyModel,
-    LayoutSizes,
     Samples,
-    Step,
-    Term,
     _left_out,
     fit_model,
     fit_smooth,
     nonnegative_least_squares,
 )
+from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Step, Term
 from l0prune.timing.table import LatencyTable, Quality, Setting
 
 IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)

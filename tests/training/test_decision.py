@@ -175,9 +175,9 @@ def test_branches_that_are_half_there_do_not_go_all_at_once():
 def test_in_the_end_the_budget_is_met_without_the_branch():
     model = gated(0.45)
     run(model, STEPS, budget="params=0.6", branch_freeze_fraction=0.3)
-    dense = l0prune.export(model)
-    assert dense.gone
-    assert dense.params <= 0.6 * dense.params_before
+    small = l0prune.export(model)
+    assert small.gone
+    assert small.params <= 0.6 * small.params_before
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, "half"])

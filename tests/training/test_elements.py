@@ -95,17 +95,17 @@ def test_a_share_is_met_and_zeros_stay_zero(name):
     total = 16 * (FEATURES + 3)
     assert count(model) == history.last["nonzero"]
     assert 0.2 * total < count(model) <= round(0.3 * total)
-    dense = l0prune.export(model)
-    assert count(dense.module) == count(model)
-    assert l0prune.evaluate(dense.module, data())["error"] < 0.15
+    small = l0prune.export(model)
+    assert count(small.module) == count(model)
+    assert l0prune.evaluate(small.module, data())["error"] < 0.15
 
 
 def test_what_a_price_has_made_zero_stays_and_empty_slots_are_cut():
     model, history = tuned(gated(), elements=1, lam=0.1, penalty="group-lasso", ema=0.9)
     total = 16 * (FEATURES + 3)
     assert 0 < history.last["nonzero"] < total
-    dense = l0prune.export(model)
-    widths = [layer.weight for layer in dense.module if isinstance(layer, torch.nn.Linear)]
+    small = l0prune.export(model)
+    widths = [layer.weight for layer in small.module if isinstance(layer, torch.nn.Linear)]
     assert widths[0].shape[0] < 16
     assert all(bool(column.any()) for column in widths[1].T)
 

@@ -104,8 +104,8 @@ def test_what_is_zero_is_closed_and_the_network_computes_the_same():
     gated_outputs = model.eval()(x)
     with bypass(model):
         assert torch.equal(model(x), gated_outputs)
-    dense = l0prune.export(model)
-    assert dense.module[0].weight.shape[0] == open_.sum()
+    small = l0prune.export(model)
+    assert small.module[0].weight.shape[0] == open_.sum()
 
 
 def test_the_last_slot_of_an_axis_stays():
@@ -132,9 +132,9 @@ def tuned(model, **settings):
 @pytest.mark.one_in(4)
 def test_a_budget_is_met_by_closing_slots_in_training(name):
     model = tuned(gated(), penalty=name, budget="params=0.5", lr=1e-2)
-    dense = l0prune.export(model)
-    assert 78 < dense.params < 98  # of 195
-    assert l0prune.evaluate(dense.module, data())["error"] < 0.15
+    small = l0prune.export(model)
+    assert 78 < small.params < 98  # of 195
+    assert l0prune.evaluate(small.module, data())["error"] < 0.15
 
 
 @pytest.mark.parametrize(

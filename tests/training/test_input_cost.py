@@ -160,11 +160,11 @@ def test_gated_ones_count_what_the_export_has():
         gates.log_alpha.add_(3 * noise)
     batch = [(IMAGES, TARGETS[:3])]
     found = l0prune.input_macs(closing, batch)
-    dense = l0prune.export(closing)
-    assert found.whole == dense.macs
-    again = dense.module
+    small = l0prune.export(closing)
+    assert found.whole == small.macs
+    again = small.module
     each = [counted(again, x[None]) for x in IMAGES]
-    fixed, expected = dense.macs, []
+    fixed, expected = small.macs, []
     for n, block in enumerate((again.network[1], again.network[2])):
         ways = 64 * 9 * (block.first.in_channels + block.second.out_channels)
         fixed -= ways * block.first.out_channels

@@ -137,9 +137,9 @@ def test_static_gates_cut_what_no_input_needs_and_the_export_is_exact(make, kind
     with torch.no_grad():
         noise = torch.randn(gates.log_alpha.shape, generator=torch.Generator().manual_seed(5))
         gates.log_alpha.add_(4 * noise.double())
-    dense = l0prune.export(model)
-    assert dense.params < sum(p.numel() for p in model.parameters())
-    assert torch.allclose(dense.module(x.double()), model(x.double()), rtol=1e-10, atol=1e-12)
+    small = l0prune.export(model)
+    assert small.params < sum(p.numel() for p in model.parameters())
+    assert torch.allclose(small.module(x.double()), model(x.double()), rtol=1e-10, atol=1e-12)
 
 
 def small_network():

@@ -46,10 +46,10 @@ def test_it_prunes_and_the_export_computes_the_same(tmp_path, kind):
     assert torch.equal(again.eval()(x), wanted)
     assert not torch.allclose(wanted, before)
 
-    dense = l0prune.export(model)
-    assert sum(p.numel() for p in dense.module.parameters()) == history.last["params"]
-    torch.testing.assert_close(dense.module(x), wanted, rtol=1e-5, atol=1e-5)
-    dense.save_onnx(tmp_path / "small.onnx")
+    small = l0prune.export(model)
+    assert sum(p.numel() for p in small.module.parameters()) == history.last["params"]
+    torch.testing.assert_close(small.module(x), wanted, rtol=1e-5, atol=1e-5)
+    small.save_onnx(tmp_path / "small.onnx")
     (y,) = run_onnx(tmp_path / "small.onnx", x)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 

@@ -178,7 +178,7 @@ class Certificate:
 
 
 def compare(
-    answers: Sequence[Answer], dense: nn.Module, what: Compared = "graph", part: str = ""
+    answers: Sequence[Answer], small: nn.Module, what: Compared = "graph", part: str = ""
 ) -> Iterator[Check]:
     """Compare a model, or a part of it, with what the gated one answers, in the same dtypes.
 
@@ -189,14 +189,14 @@ def compare(
         CertificateError: it cannot be run.
     """
     for dtype in answers[0].dtypes if answers else ():
-        model = lent(dense, dtype).get_submodule(part)
+        model = lent(small, dtype).get_submodule(part)
         for answer in answers:
             found = output_of(model, answer.inputs, dtype)
             yield _check(what, answer, found, dtype, part)
 
 
 def compare_in_parts(
-    gated: nn.Module, dense: nn.Module, paths: Sequence[str], inputs: Sequence[Inputs]
+    gated: nn.Module, small: nn.Module, paths: Sequence[str], inputs: Sequence[Inputs]
 ) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
     """Compare two models of which only the submodules at ``paths`` differ.
 
@@ -211,7 +211,7 @@ def compare_in_parts(
         CertificateError: one of them cannot be run.
     """
     exact = torch.float64
-    first, second = (lent(model, exact) for model in (gated, dense))
+    first, second = (lent(model, exact) for model in (gated, small))
     checks, received = [], {path: list[Inputs]() for path in paths}
     for given in inputs:
         calls, others = (_calls(model, paths, given, exact) for model in (first, second))
@@ -232,7 +232,7 @@ def compare_in_parts(
             received[call.path].append(filled(call.inputs))
     answers = {path: answers_of(gated, of, path) for path, of in received.items()}
     for path in paths:
-        checks += compare(answers[path], dense, part=path)
+        checks += compare(answers[path], small, part=path)
     return answers, checks
 
 

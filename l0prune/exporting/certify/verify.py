@@ -163,19 +163,19 @@ def _verify_islands(network: Network, predicted: int) -> Network:
         for p in parts.found
     ]
     own, choice = first_right(network.classes, references)
-    dense, changes = choice.module, choice.changes
+    small, changes = choice.module, choice.changes
     layers = dict(own.layers)
     replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]
     for path in replaced:
-        replace_part(dense, path, graphs[path])
+        replace_part(small, path, graphs[path])
         changes = {p: c for p, c in changes.items() if not is_within(p, path)}
         layers = {p: c for p, c in layers.items() if not is_within(p, path)}
-    _check_count(dense, parts, predicted)
+    _check_count(small, parts, predicted)
     # a graph of a part asks for the example's sizes, and refuses others
     also = () if replaced else first
 
     def against(inputs: Sequence[Inputs]) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
-        return compare_in_parts(network.gated, dense, paths, (*inputs, *also))
+        return compare_in_parts(network.gated, small, paths, (*inputs, *also))
 
     try:
         answers, certificate = _certified(network, (None, None), against)
@@ -189,7 +189,7 @@ def _verify_islands(network: Network, predicted: int) -> Network:
         answers |= {p: (*answers[p], *of_one.get(p, ())) for p in set(paths) - set(replaced)}
     return replace(
         network,
-        module=dense,
+        module=small,
         answers=answers,
         checks=certificate.checks,
         comparisons=choice.comparisons,
@@ -253,18 +253,18 @@ def check_own_dtypes(network: Network) -> None:
         CertificateError: it fails, or gives what is no number, where the gated model does not.
     """
     single = torch.float32
-    dense = {id(made): made for made in (network.dense, network.graphs.get("")) if made is not None}
-    if not any(asks_for_less(made, single) for made in dense.values()):
+    small = {id(made): made for made in (network.small, network.graphs.get("")) if made is not None}
+    if not any(asks_for_less(made, single) for made in small.values()):
         return
     try:
         if not is_finite(network.gated, network.example):
             return
     except Exception:  # not every operator is there in every dtype on the CPU
         return
-    for exact in dense.values():
+    for exact in small.values():
         what = ""
         try:
-            made = exact if exact is network.dense else restored(copied(exact), network.dtypes)
+            made = exact if exact is network.small else restored(copied(exact), network.dtypes)
             what = "" if is_finite(made, network.narrow(network.example)) else "it gives inf or nan"
         except Exception as error:
             what = in_a_line(error)

@@ -279,7 +279,7 @@ def _early(dense: Export, criterion: str) -> EarlyExit:
     if not isinstance(dense, Export):
         raise UsageError(
             f"thresholds are chosen for an export, not for a {type(dense).__name__}: "
-            "l0prune.gate(model, args), then dense = l0prune.export(model)"
+            "l0prune.gate(model, args), then small = l0prune.export(model)"
         )
     names = [] if dense.in_parts else _tensors_of(dense)
     if not names or names[0] != "logits" or len(names) < 2:
@@ -291,7 +291,7 @@ def _early(dense: Export, criterion: str) -> EarlyExit:
     if not dense.dynamic and not batches.startswith("1 "):
         raise UsageError(
             "an early exit is taken for one example at a time, and this export is for batches of "
-            f"{batches}: gate with an example of one, or let the batch be free (dense.note says "
+            f"{batches}: gate with an example of one, or let the batch be free (small.note says "
             "why it is not)"
         )
     network = placed(converted(dense.module, torch.float32), CPU).eval()

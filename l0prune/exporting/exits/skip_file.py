@@ -62,7 +62,7 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
     if not dense.dynamic and not piece.takes.startswith("1 "):
         raise UsageError(
             "a block is left out for one example at a time, and this export is for batches of "
-            f"{piece.takes}: gate with an example of one, or let the batch be free (dense.note "
+            f"{piece.takes}: gate with an example of one, or let the batch be free (small.note "
             "says why it is not)"
         )
     inputs = cast(piece.answers[0].inputs, torch.float32)

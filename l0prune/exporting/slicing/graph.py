@@ -145,11 +145,11 @@ def dense_module(
     _pick_shares(module, analysis, sizes)
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
-    dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
-    for part in dense.modules():  # which positions are picked is known on the CPU
+    small = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
+    for part in small.modules():  # which positions are picked is known on the CPU
         part._buffers = {n: None if b is None else b.to(device) for n, b in part._buffers.items()}
-    dense.eval()
-    return dense
+    small.eval()
+    return small
 
 
 def _captured_with(analysis: Analysis, sizes: Sizes) -> list[Any]:

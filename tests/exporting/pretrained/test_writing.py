@@ -123,14 +123,14 @@ def test_a_configuration_for_each_layer_where_the_class_takes_one(tmp_path):
     l0prune.gate(model, (), {"input_ids": IDS}, include="*.heads")
     with torch.no_grad():
         l0prune.gates(model).log_alpha[-1] = -9  # one of the last layer's two groups of heads
-    dense = l0prune.export(model)
-    said = dense.save_pretrained(tmp_path / "model")
+    small = l0prune.export(model)
+    said = small.save_pretrained(tmp_path / "model")
     assert said.endswith("So does Step3p7TextModel.from_pretrained of transformers.")
     written = json.loads((tmp_path / "model" / "config.json").read_text())
     special = {"1": {"num_attention_heads": 2, "num_key_value_heads": 1}}
     assert written["per_layer_config"] == special
     loaded = transformers.Step3p7TextModel.from_pretrained(tmp_path / "model")
-    assert same(loaded, dense.module)
+    assert same(loaded, small.module)
 
 
 CANNOT = {
@@ -188,12 +188,12 @@ def test_a_dtype_and_tensors_that_the_code_makes_in_another(tmp_path):
     torch.manual_seed(0)
     model = randomise(llama()).to(torch.bfloat16).eval()  # its frequencies, too
     l0prune.gate(model, (), {"input_ids": IDS}, include="*.gate_proj")
-    dense = l0prune.export(close_some(model, seed=1))
-    said = dense.save_pretrained(tmp_path / "model")
+    small = l0prune.export(close_some(model, seed=1))
+    said = small.save_pretrained(tmp_path / "model")
     assert "loads it" in said.splitlines()[0]
     again = l0prune.from_pretrained(tmp_path / "model")
     assert again.dtype == torch.bfloat16
-    assert same(again, dense.module)
+    assert same(again, small.module)
 
 
 def manifest_of(folder):
@@ -261,10 +261,10 @@ def test_a_graph_is_not_written(tmp_path):
 
     torch.manual_seed(0)
     model = l0prune.gate(Numbered().eval(), torch.randn(2, 4), exclude="*.in", keep_class=False)
-    dense = l0prune.export(close_some(model, seed=1))
-    assert not dense.rebuilt
+    small = l0prune.export(close_some(model, seed=1))
+    assert not small.rebuilt
     with pytest.raises(UsageError, match="it is for models of their own class, and The module is"):
-        dense.save_pretrained(tmp_path / "model")
+        small.save_pretrained(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
@@ -293,10 +293,10 @@ def test_networks_of_timm_and_torchvision_are_known_as_they_come(tmp_path):
         model = l0prune.gate(
             make().eval(), x, include="*conv1*" if "timm" in spec else "features.*"
         )
-        dense = l0prune.export(close_some(model))
+        small = l0prune.export(close_some(model))
         assert (
-            dense.save_pretrained(tmp_path / "m")
+            small.save_pretrained(tmp_path / "m")
             == f'l0prune.from_pretrained("{tmp_path}/m") loads it.'
         )
         assert manifest_of(tmp_path / "m")["origin"]["spec"].startswith(spec)
-        assert torch.equal(l0prune.from_pretrained(tmp_path / "m")(x), dense.module.eval()(x))
+        assert torch.equal(l0prune.from_pretrained(tmp_path / "m")(x), small.module.eval()(x))

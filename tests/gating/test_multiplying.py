@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.gating.multipliers import Spreader
+from l0prune.gating.multiplying import Spreader
 from l0prune.plan.layout import Cat, Const, Gated, Layout, Prod, Slots
 from l0prune.plan.plan import Axis, Plan
 

@@ -1,4 +1,4 @@
-"""The edge: where errors become messages and results become text or JSON.
+"""Messages and exit codes: where errors become one sentence and results become text or JSON.
 
 The stages of an export on stderr: live on a terminal, and a line for each that took long.
 """

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from l0prune.cli.edge import complain, own_warnings, say
+from l0prune.cli.messages import complain, own_warnings, say
 from l0prune.cli.project import defaults, newest
 from l0prune.errors import FileError, L0pruneWarning, UsageError
 
