@@ -113,7 +113,7 @@ def test_the_examples_of_tasks_run(name, capsys):
     last = scope["history"].last
     if name != "Without labels":  # whose loss begins at 0
         assert last["train_loss"] < scope["history"].records[0]["train_loss"]
-    assert scope["dense"].params == last["params"] < last["dense_params"]
+    assert scope["small"].params == last["params"] < last["dense_params"]
     assert scope["history"].metric in last
     assert ("error" in last) == (name == "Segmentation")
     assert f"epoch {last['epoch']}/" in capsys.readouterr().err
@@ -251,17 +251,17 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
     scope |= {"l0prune": l0prune, "torch": torch, "data": data, "criterion": criterion}
     if "l0prune.gate(" not in code:
         l0prune.gate(scope["model"], *args)
-    if "dense =" not in code and "dense." in code:
+    if "small =" not in code and "small." in code:
         l0prune.fit(scope["model"], "params=0.8", l0prune.score(scope["model"], "magnitude"))
-        scope["dense"] = l0prune.export(scope["model"])
+        scope["small"] = l0prune.export(scope["model"])
     whole = sum(p.numel() for p in scope["model"].parameters())
     exec(compile(code, guide, "exec"), scope)
     if guide == "experts":  # of which little else can be cut
         assert scope["result"].params < whole
         return
-    if "dense" not in scope:
+    if "small" not in scope:
         l0prune.fit(scope["model"], "params=0.9", l0prune.score(scope["model"], "magnitude"))
-    exported = scope.get("dense") or l0prune.export(scope["model"])
+    exported = scope.get("small") or l0prune.export(scope["model"])
     assert exported.params < exported.params_before
 
 

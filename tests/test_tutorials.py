@@ -8,15 +8,15 @@ import pytest
 TUTORIALS = Path(__file__).parents[1] / "docs/tutorials"
 # Cells that are added to each.
 ENDS = {
-    "cnn-in-your-own-loop": "assert dense.macs <= 0.5 * dense.macs_before\nassert after < 0.05",
+    "cnn-in-your-own-loop": "assert small.macs <= 0.5 * small.macs_before\nassert after < 0.05",
     "timm-on-the-command-line": """
 import json
 (budget,) = json.loads(Path("build.run/report.json").read_text())["budgets"]
 assert budget["share"] <= budget["limit"] == 0.5 and Path("build.onnx").is_file()
 """,
     "hugging-face-classifier": "assert sum(right) / len(right) > 0.9",
-    "decoder": "assert dense.params <= 0.6 * dense.params_before\nassert torch.equal(found, slow)",
-    "without-labels": "assert dense.macs <= 0.33 * dense.macs_before\nassert after < 0.15",
+    "decoder": "assert small.params <= 0.6 * small.params_before\nassert torch.equal(found, slow)",
+    "without-labels": "assert small.macs <= 0.33 * small.macs_before\nassert after < 0.15",
 }
 
 
