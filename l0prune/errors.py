@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# A warning is about the line that called these, not about a line of theirs.
+# A warning points at the line that called these packages, not at a line inside them.
 _INSIDE = {
     "l0prune",
     "torch",
@@ -42,7 +42,7 @@ _INSIDE = {
 
 
 class L0pruneError(Exception):
-    """Base of all errors that l0prune raises on purpose; its text is for the user to read."""
+    """Base of all errors that l0prune raises on purpose; the text is written for users."""
 
 
 class CaptureError(L0pruneError):
@@ -82,11 +82,11 @@ class TrainingError(L0pruneError):
 
 
 class StoppedElsewhere(TrainingError):
-    """This process stops because another one did, which has said why."""
+    """This process stops because another one failed and reported the reason."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was stopped by Ctrl-C or SIGTERM; the text says how to go on.
+    """Training was stopped by Ctrl-C or SIGTERM; the text says how to resume.
 
     Attributes:
         signal: the number of the signal.
@@ -98,7 +98,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class L0pruneWarning(UserWarning):
-    """Category of all warnings of l0prune; its text begins with ``l0prune:``."""
+    """Category of all warnings of l0prune; their text begins with ``l0prune:``."""
 
 
 class RenamedWarning(L0pruneWarning, DeprecationWarning):
@@ -119,7 +119,7 @@ def warn(text: str, category: type[L0pruneWarning] = L0pruneWarning) -> None:
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warn of a former name."""
+    """Warn that a former name was used."""
     warn(f"{old} is called {new} now; the old name goes with the next version", RenamedWarning)
 
 

@@ -9,10 +9,10 @@ from torch.fx import Node
 
 
 def erase_if_asserted(node: Node) -> bool:
-    """Erase a node with the numbers that come of it, if nothing but assertions reads those.
+    """Erase a node and the numbers computed from it, if only assertions read these.
 
     Returns:
-        Whether it was.
+        Whether it was erased.
     """
     made = dict.fromkeys([node])
     for each in node.graph.nodes:
@@ -26,7 +26,7 @@ def erase_if_asserted(node: Node) -> bool:
 
 
 def _is_number(node: Node) -> bool:
-    """Return whether a node is a part of a list of tensors, a number of one or an assertion."""
+    """Return whether a node is a list's element, a number of a tensor, or an assertion."""
     if node.target is operator.getitem:
         return True
     return node.op == "call_function" and not isinstance(node.meta.get("val"), Tensor)

@@ -116,11 +116,11 @@ class Captured:
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
             whole model's.
-        sanitized: tensors that the program's own module calls otherwise than the submodule does.
-        batches: those that the graph is right for, where their size is symbolic.
+        sanitized: tensor names in the program that differ, each with the submodule's name.
+        batches: batch sizes for which the graph is valid, if the batch is symbolic.
         free: names of the free sizes that stayed symbolic.
-        why_fixed: the line of the model's code at which a size was fixed, or what torch said of it.
-        memory: those of ``inputs`` that are tensors of objects into which the forward puts others,
+        why_fixed: the line of the model's code at which a size was fixed, or torch's message.
+        memory: those of ``inputs`` that are tensors of objects whose tensors the forward replaces,
             such as a cache.
     """
 
@@ -146,7 +146,7 @@ class Captured:
         return graph
 
     def stored(self, target: str) -> str:
-        """The name in ``names`` of a tensor that the program's own module calls ``target``."""
+        """Return the name in ``names`` of the tensor ``target`` of the program's module."""
         name = within(self.path, self.sanitized.get(target, target))
         return self.aliases.get(name, name)
 
@@ -160,7 +160,7 @@ def capture(
     free: FreeSizes = ALL_FIXED,
     path: str = "",
 ) -> Captured:
-    """The eval-mode graph of the model, or of its submodule at ``path``; both stay as they were.
+    """Capture the eval-mode graph of the model, or of its submodule at ``path``.
 
     With ``dynamic_batch`` dim 0 of every tensor input that shares the first one's size becomes
     symbolic where the model allows it; where it does not, the shapes are static. So do the ``free``
@@ -174,8 +174,8 @@ def capture(
     args, kwargs = plain(example)
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
-    # Without gradients: a part of a forward that switches them off itself is then no special case.
-    # And without torch's log of what went wrong: the error says it, in the user's terms.
+    # Without gradients, parts of a forward that switch them off are no special case.
+    # Without torch's log of failures: the error explains them in the user's terms.
     with (
         one_at_a_time(),
         evaluating(part),
@@ -210,7 +210,7 @@ def capture(
 
 
 def _check_dtypes(graph: Graph) -> None:
-    """Refuse inputs of a dtype that weights cannot be multiplied with: torch.export does not."""
+    """Refuse inputs whose dtype differs from the weights': torch.export does not check it."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _CONTRACTIONS:
             continue
@@ -227,7 +227,7 @@ def _check_dtypes(graph: Graph) -> None:
 
 
 def _check_shapes(graph: Graph) -> None:
-    """Refuse tensors whose shape the data decide: torch.export follows some models into them."""
+    """Refuse tensors of data-dependent shape, some of which torch.export accepts."""
     for node in graph.nodes:
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
@@ -250,7 +250,7 @@ def _index(
     names = {placeholder: canonical.get(name, name) for placeholder, name in whole.items()}
     parameters = {names[placeholder] for placeholder in signature.inputs_to_parameters}
     inline_modes(program)
-    program.graph.eliminate_dead_code()  # what is computed and thrown away is no part of it
+    program.graph.eliminate_dead_code()  # unused results are no part of the graph
     _name_modules(program.graph, path)
     used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
     own = (within(path, name) for name, _ in model.get_submodule(path).named_parameters())
@@ -270,7 +270,7 @@ def _index(
 
 
 def _name_modules(graph: Graph, path: str) -> None:
-    """Let the nodes of a submodule's graph say where in the whole model they are."""
+    """Prefix the module paths in a submodule's graph with the submodule's path in the model."""
     for node in graph.nodes if path else ():
         stack = node.meta.get("nn_module_stack") or {}
         moved = {key: (within(path, inner), kind) for key, (inner, kind) in stack.items()}
@@ -278,7 +278,7 @@ def _name_modules(graph: Graph, path: str) -> None:
 
 
 def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Every tensor name with the first name of the same tensor; and those that differ."""
+    """Return each tensor name with the first name of the same tensor, and those that differ."""
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
     every: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
@@ -311,7 +311,7 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
 
 
 def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:
-    """Return the reason why the batch is fixed; it is free wherever it can be."""
+    """Return the reason why the batch is fixed or restricted; empty if it is free."""
     captured = capture(model, *example, dynamic_batch=True, free=ALL_FIXED)
     if captured.dynamic and captured.batches.multiple == 1:
         return {}

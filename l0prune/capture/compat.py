@@ -1,7 +1,7 @@
-"""Private names of torch, each behind a name of our own with its reason.
+"""Private names of torch, each behind a public name of this module with its reason.
 
-No other file uses one. ``tests/capture/test_compat.py`` has a test for each name: on another torch
-that test fails, and says by its name what has changed.
+No other file uses one. ``tests/capture/test_compat.py`` has a test for each name, which fails if
+another torch has changed it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # ConvolutionBase: class of all convolution layers, transposed ones among them.
 # NormBase: class of all batch and instance norms, also of those of other packages.
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
-# have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
-# operator, the function that makes it of others; enable_python_dispatcher lets fake tensors run it.
-# pytree: the nesting of inputs and outputs, as torch.export takes it apart.
-# PRESERVED: key in a graph's meta under which attributes go along with copies and transforms.
+# have no memory. TorchDispatchMode: intercepts each operator. core_aten_decompositions: for an
+# operator, a function that computes it by others; enable_python_dispatcher lets fake tensors run
+# it. pytree: flattening of nested inputs and outputs, as torch.export does it.
+# PRESERVED: key in a graph's meta for attributes that copies and transforms keep.
 __all__ = [
     "PRESERVED",
     "BatchNormBase",
@@ -60,7 +60,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 
 below_autograd: Callable[[], AbstractContextManager[None]]
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView
-"""Run operators as within a ``TorchDispatchMode``, whose results autograd does not know yet."""
+"""Context that runs operators below autograd, as within a ``TorchDispatchMode``."""
 
 without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
 """Decorator: torch.compile breaks the graph here. ``torch.compiler.disable`` loads the compiler."""
@@ -69,18 +69,18 @@ without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_
 def constant_for_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function to be called while torch.compile traces, and its result as a constant.
 
-    ``torch.compiler.assume_constant_result`` does it, and loads the compiler, which takes a second.
+    ``torch.compiler.assume_constant_result`` does so too, but loads the compiler for a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""``__torch_function__`` of a tensor subclass that leaves all to ``__torch_dispatch__``."""
+"""``__torch_function__`` of a tensor subclass that defers to ``__torch_dispatch__``."""
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which compiled code runs as it was written."""
+    """Return a context in which compiled code runs eagerly."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
         return nullcontext()
     result: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -93,19 +93,19 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def shell(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor of a subclass, without memory, as large and on the device as ``like``."""
+    """Return a subclass tensor without memory, with the shape, strides and device of ``like``."""
     return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
     )
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return whether what backward needs is packed, or is computed once more (checkpointing)."""
+    """Return whether hooks pack the tensors saved for backward, or recompute them (checkpoints)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_recorded() -> bool:
-    """Return whether a tracer sees the operators that run: FX's, functionalization, TorchScript."""
+    """Return whether FX, fake tensors, functionalization or TorchScript trace the operators."""
     keys = torch._C._TorchDispatchModeKey
     modes = (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
     is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def standard_convolution(cls: type[nn.Module], kind: Any) -> bool:
 
 
 def convolve(layer: Any, input: Any, weight: Any, bias: Any) -> Tensor:
-    """Return the output of torch's convolution layer with other weights, padded as it pads."""
+    """Return the output of a torch convolution layer with other weights, and with its padding."""
     result: Tensor = layer._conv_forward(input, weight, bias)
     return result
 
@@ -156,7 +156,7 @@ def copy_all_(targets: list[Tensor], values: list[Tensor]) -> None:
 
 
 def filled(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers on a device, handed to a kernel so that a CUDA graph may record it."""
+    """Return integers on a device, passed as kernel arguments, which a CUDA graph can record."""
     result = torch.zeros(len(values), dtype=torch.int64, device=device)
     torch._foreach_add_(result.unbind(), values)
     return result
@@ -172,18 +172,18 @@ SIZE_ASKED = (ShapeEnv, "_log_guard")
 """Method ``(prefix, expression, …)`` that torch.export calls where code asks about a size."""
 
 EXPORTER_LOG = (torch._C, "_jit_onnx_log")
-"""Function that prints a whole graph to the process's stdout where the former exporter fails."""
+"""Function that prints a whole graph to the process's stdout when the legacy exporter fails."""
 
 
 TRACE_LOG = "torch.__trace"
-"""Logger of torch's trace files: at its first record, if none was asked for, it stops to gather."""
+"""Logger of torch's trace files; at its first record it turns off unless they are requested."""
 
 
 class CallStack:
-    """The frames of the caller, as ``CapturedTraceback`` has them; their text is read if wanted.
+    """Stack frames of the caller, as in ``CapturedTraceback``, with source lines read lazily.
 
-    For each node of a graph torch.export reads the lines of all frames of the stack, and then keeps
-    those of forwards: an eighth of the time of a capture.
+    For each node of a graph torch.export reads the source lines of all frames of the stack, and
+    then keeps those of forwards: an eighth of the time of a capture.
     """
 
     @classmethod
@@ -207,9 +207,9 @@ STACK_OF_A_NODE = (proxy, "CapturedTraceback")
 
 @contextmanager
 def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
-    """Within the context, an attribute of a module or class of torch is another one.
+    """Replace an attribute of a module or class of torch within the context.
 
-    An attribute that this torch does not have stays away: it was private.
+    An attribute that this torch lacks is not added: it was private.
     """
     if not hasattr(owner, name):
         yield
@@ -224,10 +224,10 @@ def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
 
 @contextmanager
 def one_onnx_registry() -> Iterator[None]:
-    """Within the context torch's ONNX exporter does not make its list of operators anew.
+    """Cache the operator registry of torch's ONNX exporter within the context.
 
-    For each file it would parse the source of all functions of onnxscript: half of the time that a
-    small file takes.
+    Without it each export parses the source of all functions of onnxscript: half of the time for
+    a file of few nodes.
     """
     registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
     made = staticmethod(_once(registry.from_torchlib))
@@ -242,7 +242,7 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def quiet_copies() -> Iterator[None]:
-    """Within the context graphs are copied without torch 2.11's FutureWarning of its LeafSpec."""
+    """Suppress torch 2.11's FutureWarning about LeafSpec for copies of graphs in the context."""
     if not _copies_warn():
         yield
         return
@@ -265,14 +265,14 @@ def on_copy(graph: GraphModule, hook: Callable[[GraphModule], None]) -> None:
 
 
 def leave_to_ddp(module: nn.Module, names: Sequence[str]) -> None:
-    """Keep DistributedDataParallel's hands off these parameters and buffers of ``module``."""
+    """Make DistributedDataParallel ignore these parameters and buffers of ``module``."""
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = list(names)
 
 
 def unshard_modules(model: nn.Module) -> None:
-    """Undo ``fully_shard`` on a model and all modules of it, but for their parameters.
+    """Undo ``fully_shard`` on a model and all its modules, except for their parameters.
 
-    These are left as shards, in the places where the modules keep their parameters.
+    These remain shards, registered as the modules' parameters.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
@@ -302,10 +302,10 @@ def unshard_modules(model: nn.Module) -> None:
 
 
 def first_to_set(key: str, value: str) -> str:
-    """Set a key of the processes' common store if nobody has; return its value.
+    """Set a key of the processes' common store if it is not set; return its value.
 
     Raises:
-        RuntimeError: the store went with the process that kept it.
+        RuntimeError: the process that kept the store has ended.
     """
     found: str = common_store().compare_set(key, "", value).decode()
     return found
@@ -322,7 +322,7 @@ def has_pre_hooks(module: nn.Module) -> bool:
 
 
 def drop_from_state(program: ExportedProgram, name: str) -> None:
-    """Let a program no longer hold a parameter that its signature does not name any more."""
+    """Remove a parameter from a program's state that its signature no longer names."""
     program._state_dict.pop(name, None)
 
 
@@ -332,7 +332,7 @@ def attention_of(module: nn.Module) -> str | None:
 
 
 def auto_classes(module: nn.Module) -> list[str]:
-    """Return the AutoModel classes of transformers that make a model's class of its config."""
+    """Return transformers' AutoModel classes that map the model's config to its class."""
     known = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
     names = [name for name in known if name.startswith("AutoModel")]
     mappings = {name: getattr(known[name], "_model_mapping", {}) for name in names}
@@ -343,8 +343,8 @@ def auto_classes(module: nn.Module) -> list[str]:
 
 
 def keep_guards(program: ExportedProgram, known: dict[str, Any]) -> None:
-    """Leave a program those conditions on its inputs that hold for some, and drop the others.
+    """Keep the guards of a program that hold for the given inputs, and drop the others.
 
-    ``known`` has what their code names: ``L``, the inputs by name, and ``torch``.
+    ``known`` has the names that guard code uses: ``L``, the inputs by name, and ``torch``.
     """
     program._guards_code = [code for code in program._guards_code if eval(code, known)]

@@ -1,4 +1,4 @@
-"""Configurations of models of transformers: what is built by them, and which sizes they say."""
+"""Configurations of transformers models: building models from them, and the sizes in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from l0prune.capture.threads import muted
 Field = tuple[str, ...]  # the keys that lead to a number of the configuration
 Dim = tuple[str, int]  # name of a tensor, and which of its dims
 
-# What a configuration may make transformers fetch or run, and no saved model needs.
+# Keys that can make transformers fetch or run something, and that no saved model needs.
 _UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|use_pretrained")
 
 
@@ -42,16 +42,16 @@ def configuration_of(model: Any) -> dict[str, Any]:
 
 
 def configured(kind: Any, config: Mapping[str, Any]) -> nn.Module:
-    """Build a class of transformers by a configuration; its weights are anything."""
+    """Build a model of transformers from a configuration, with arbitrary weights."""
     with offline(), _without_init():
         made: Any = kind(kind.config_class.from_dict(_plain(config)))
-    made.tie_weights()  # which belongs to drawing them
+    made.tie_weights()  # which is part of the initialization that is left out
     model: nn.Module = made
     return model
 
 
 def _plain(config: Any) -> Any:
-    """The configuration without what could fetch or run anything; sub-configurations, too."""
+    """Remove the keys that could fetch or run anything from a configuration, also nested ones."""
     if isinstance(config, Mapping):
         return {n: _plain(v) for n, v in config.items() if not _UNWANTED.search(str(n))}
     return [_plain(each) for each in config] if isinstance(config, list) else config
@@ -59,7 +59,7 @@ def _plain(config: Any) -> Any:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Within the context nothing is fetched from the hub: a configuration can name networks."""
+    """Disable downloads from the hub within the context: a configuration can name networks."""
     constants: Any = importlib.import_module("huggingface_hub.constants")
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
@@ -71,7 +71,7 @@ def offline() -> Iterator[None]:
 
 @contextmanager
 def _without_init() -> Iterator[None]:
-    """Within the context transformers draws no weights, where the installed version has a way."""
+    """Disable transformers' weight initialization in the context, if the version supports it."""
     with ExitStack() as stack:
         for module in ("transformers.initialization", "transformers.modeling_utils"):
             with suppress(ImportError, AttributeError):
@@ -82,7 +82,7 @@ def _without_init() -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep quiet what transformers tells and shows of a trial."""
+    """Suppress the logs, warnings and progress bars of transformers within the context."""
     told = importlib.import_module("transformers.utils.logging")
     level, shows = told.get_verbosity(), told.is_progress_bar_enabled()
     told.set_verbosity(logging.CRITICAL)
@@ -108,7 +108,7 @@ def changed(data: Mapping[str, Any], values: Mapping[Field, Any]) -> dict[str, A
 
 
 def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
-    """Yield the whole numbers of a configuration, which may be sizes, and the keys to them."""
+    """Yield the positive integers in a configuration, which may be sizes, after their keys."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from numbers_in(value, (*path, key))
@@ -116,11 +116,11 @@ def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Fiel
             yield (*path, key), value
 
 
-_PROBE = 1236  # a size that is none, and that 2, 3, 4, 6 and 12 divide
+_PROBE = 1236  # an unusual size, divisible by 2, 3, 4, 6 and 12
 
 
 class Configured:
-    """A class of transformers and a configuration, with what it builds on the meta device.
+    """Class of transformers with a configuration, from which it is built on the meta device.
 
     Attributes:
         kind: the class.
@@ -131,24 +131,24 @@ class Configured:
         self.kind, self.data = kind, dict(data)
 
     def built(self, values: Mapping[Field, Any]) -> nn.Module | None:
-        """Build the model by these values instead; None where it cannot be built so."""
+        """Build the model with these values changed; return None if that fails."""
         try:
             with quietly(), torch.random.fork_rng(devices=[]), torch.device("meta"):
                 return configured(self.kind, changed(self.data, values))
-        # There are as many ways for a number to be wrong as there are models.
+        # With a wrong number, models can raise anything.
         except Exception:
             return None
 
     def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
-        """Return the sizes that the class has by these values; None where it cannot be built so."""
+        """Return the sizes of the model with these values changed; None if it cannot be built."""
         model = self.built(values)
         return None if model is None else sizes_of(model)
 
     def with_numbers(self) -> Configured:
-        """Return the configuration with a number wherever it leaves one to the class.
+        """Return the configuration with explicit numbers instead of the class's defaults.
 
-        Where a class takes four times the hidden size for that of its MLP unless it is told, the
-        number that it takes is then in the configuration.
+        If a class by default takes four times the hidden size for its MLP, that number is then in
+        the configuration.
         """
         whole, found = self.sizes({}) or {}, dict(self.data)
         for key in [key for key, value in self.data.items() if value is None]:
@@ -160,7 +160,7 @@ class Configured:
         return Configured(self.kind, found)
 
     def following(self, fields: Mapping[Field, int]) -> dict[Dim, list[Field]]:
-        """Return the numbers that each dim follows: those with which it doubles."""
+        """Return for each dim the fields of the configuration with which it doubles."""
         whole = self.sizes({}) or {}
         found: dict[Dim, list[Field]] = {}
         for field, value in fields.items():
@@ -180,16 +180,16 @@ def sizes_of(model: nn.Module) -> dict[Dim, int]:
 def put_size(model: nn.Module, sizes: Mapping[Dim, int], old: int, new: int) -> bool:
     """Put a size into the configuration of a model of transformers, in place.
 
-    The numbers that count are those by which the class builds tensors of the new sizes.
+    The fields are chosen so that the class builds tensors of the new sizes.
 
     Args:
-        model: whose configuration is changed.
-        sizes: of its state's tensors when they are cut.
-        old: the size that it was.
-        new: the size that it is.
+        model: the model whose configuration is changed.
+        sizes: of the state's tensors after the cut.
+        old: the size before the cut.
+        new: the size after it.
 
     Returns:
-        Whether there are such numbers.
+        Whether there are such fields.
     """
     if not class_of_transformers(type(model)):
         return False

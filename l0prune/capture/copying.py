@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from l0prune.capture.compat import quiet_copies
 from l0prune.errors import UsageError
 
-# By accelerate's prepare, on the model itself: a forward under autocast, and the one before it.
+# Attributes that accelerate's prepare sets: a forward under autocast, and the one before it.
 _WRAPPED, _OWN = "forward", "_original_forward"
 
 
 @contextmanager
 def class_forwards(model: nn.Module) -> Iterator[None]:
-    """Within the context every module has the forward of its class."""
+    """Remove wrapped forwards within the context, so that every module runs its class's."""
     found = [(module, taken) for module in model.modules() if (taken := _taken_off(module))]
     try:
         yield
@@ -35,7 +35,7 @@ def class_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def take_off(model: nn.Module) -> None:
-    """Give every module of a copy the forward of its class, for good."""
+    """Remove wrapped forwards from every module of a copy, for good."""
     for module in model.modules():
         _taken_off(module)
 
@@ -49,11 +49,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
-    """A deep copy whose functions speak of the copy, with the forward of its own class.
+    """Return a deep copy whose functions refer to the copy, with the forward of its class.
 
     Args:
-        model: any module. What its code reaches by a global is not copied.
-        replaced: by id, what stands in the copy for an object of the model.
+        model: any module. Objects that its code reaches by a global are not copied.
+        replaced: by id of an object of the model, its replacement in the copy.
 
     Raises:
         UsageError: it holds what cannot be copied, such as a lock or an open file.
@@ -75,10 +75,10 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
 
 
 def copied_around(model: Model) -> Model:
-    """A copy around the model's own weights, which are shared: to be read only.
+    """Return a copy that shares the model's weights, which must not be written to.
 
-    Buffers are copied, since a forward writes into them; and so is a parameter of a class of its
-    own, which may hold more than a tensor.
+    Buffers are copied, since a forward writes into them; and so are parameters of subclasses,
+    which may hold more than a tensor.
     """
     shared = {id(p): _sharing(p) for p in model.parameters() if type(p) is nn.Parameter}
     return copied(model, shared)
@@ -91,10 +91,10 @@ def _sharing(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class _Detached(TorchFunctionMode):
-    """Within it, tensors in the middle of a graph are copied, too, without their graph.
+    """Mode in which deepcopy also copies non-leaf tensors, without their autograd graph.
 
-    Models keep such of their last forward (a loss beside the output, the weight that torch's old
-    ``weight_norm`` computes), and torch refuses to copy them.
+    Models keep such tensors of their last forward (a loss beside the output, the weight that
+    torch's old ``weight_norm`` computes), and torch refuses to copy them.
     """
 
     def __torch_function__(
@@ -107,7 +107,7 @@ class _Detached(TorchFunctionMode):
 
 
 class _Renewal:
-    """Functions that came into a copy as they were, made anew over what was copied.
+    """Rebuilder of the functions in a deep copy, so that they refer to the copied objects.
 
     Args:
         own: ids of the original's modules.
@@ -122,7 +122,7 @@ class _Renewal:
         self.seen: set[int] = set()
 
     def of(self, value: Any) -> Any:
-        """The value with its functions made anew; dicts and lists are changed in place."""
+        """Return the value with its functions rebuilt; dicts and lists are changed in place."""
         if isinstance(value, FunctionType):
             return self._function(value) if self._speaks_of_model(value) else value
         if isinstance(value, MethodType):
@@ -198,7 +198,7 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """The model that the user wrote, in whatever torch has put around it."""
+    """Return the user's model without DataParallel, DDP and torch.compile around it."""
     while True:
         inner = _wrapped(model)
         if inner is None:
@@ -218,7 +218,7 @@ def holds_ddp(model: nn.Module) -> bool:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Return whether DDP stands around the model, which has noted its parameters already."""
+    """Return whether DDP wraps the model, and so has registered its parameters already."""
     outer: nn.Module | None = model
     while outer is not None:
         if isinstance(outer, nn.parallel.DistributedDataParallel):

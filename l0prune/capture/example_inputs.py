@@ -1,8 +1,8 @@
-"""Example inputs, kept as copies, and records of what submodules make of them.
+"""Copies of example inputs, and records of submodules' calls on them.
 
-A forward may write into what it is given: a cache of keys and values grows with every call. An
-input that is neither a tensor nor a container that torch knows is kept as a ``Held``: its tensors
-beside an object without them, of which each call gets a new copy around its tensors.
+A forward may write into its inputs: a cache of keys and values grows with every call. An input
+that is neither a tensor nor a container that torch knows is stored as a ``Held``: its tensors, and
+the object without them, of which each call gets a new copy with the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.errors import UsageError, first_line
 
-# What no call can change.
+# Types of values that no call can change.
 _DATA = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -34,7 +34,7 @@ _DATA = (
 
 @dataclass(frozen=True, eq=False)
 class _Shell:
-    """An object whose tensors are gone: ``places`` are in it where they were."""
+    """Object whose tensors are replaced by the empty tensors ``places``."""
 
     value: Any
     places: tuple[Tensor, ...]
@@ -42,7 +42,7 @@ class _Shell:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An object with the tensors in it; a node of torch's pytrees, whose leaves are these."""
+    """Object split into its tensors and the rest; a pytree node whose leaves are the tensors."""
 
     shell: _Shell
     tensors: tuple[Any, ...]
@@ -61,7 +61,7 @@ pytree.register_pytree_node(
 
 
 class _Noted(TorchFunctionMode):
-    """Within the context, what is copied has the same tensors; they are noted."""
+    """Mode in which deep copies share the original's tensors, and these are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ class _Noted(TorchFunctionMode):
         return self.instead(args[0])
 
     def instead(self, tensor: Tensor) -> Tensor:
-        """Return what stands in the copy for a tensor."""
+        """Return the replacement of a tensor in the copy."""
         return tensor
 
 
 class _Emptied(_Noted):
-    """Context in which what is copied has empty tensors; those copied are noted."""
+    """Mode in which deep copies get empty tensors, and the original's are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +94,11 @@ class _Emptied(_Noted):
 
 
 def keep(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
-    """Return copies of example inputs; tensors of classes of their own become plain ones.
+    """Return copies of example inputs, with plain tensors instead of tensor subclasses.
 
     Raises:
         UsageError: an input cannot be copied, or with plain tensors the model computes something
-            else than with those of a class of their own.
+            else than with those of a subclass.
     """
     names = _names(model, args, kwargs)
     values = [
@@ -117,7 +117,7 @@ def keep(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return what the inputs are called in the model's forward, or else their places."""
+    """Return the inputs' parameter names in the model's forward, or else their positions."""
     parameters = inspect.signature(model.forward).parameters.values()
     by_place = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
     by_place += [str(number) for number in range(len(by_place), len(args))]
@@ -152,7 +152,7 @@ def _is_special(leaf: Any) -> bool:
 
 
 def _is_plain(model: nn.Module, given: Inputs, kept: Inputs) -> bool:
-    """Return whether the model computes the same of what is given and of what is kept of it."""
+    """Return whether the model computes the same on the given inputs and on their copies."""
     if any(tensor.is_meta for tensor in model.parameters()):
         return True
     args, kwargs = given
@@ -171,19 +171,19 @@ def _is_plain(model: nn.Module, given: Inputs, kept: Inputs) -> bool:
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Call a model with copies of the objects in its inputs; a captured graph with their tensors.
 
-    The tensors beside them are given as they are.
+    Other tensors are passed without a copy.
     """
     args, kwargs = plain(inputs) if isinstance(model, GraphModule) else opened(inputs)
     return model(*args, **kwargs)
 
 
 def plain(inputs: Inputs) -> Inputs:
-    """Return the inputs with a list of its tensors for each object, as programs take them."""
+    """Replace each object in the inputs by the list of its tensors, as programs take them."""
     return _mapped(inputs, lambda held: list(held.tensors))
 
 
 def opened(inputs: Inputs) -> Inputs:
-    """Return the inputs with a new copy of each object, as the model takes them."""
+    """Replace each ``Held`` in the inputs by a new copy of its object, as the model takes them."""
     return _mapped(inputs, Held.opened)
 
 
@@ -202,12 +202,11 @@ def holds_objects(inputs: Inputs) -> bool:
 
 
 class Opener:
-    """Makes of ``plain`` inputs like the example such as a model takes, and notes its memory.
+    """Converter of ``plain`` inputs to the model's inputs, which records written objects.
 
     Attributes:
-        written: numbers of the leaves of the inputs that are tensors of objects in which the
-            forward has put others, as it does in a cache. Others are data, such as a dataclass of
-            images.
+        written: indices of the input leaves that are tensors of objects whose tensors the forward
+            has replaced, as in a cache. Other objects are data, such as a dataclass of images.
     """
 
     def __init__(self, example: Inputs) -> None:
@@ -228,7 +227,7 @@ class Opener:
         return _mapped(pytree.tree_unflatten(leaves, self._structure), opened)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See after a forward what it has put into the objects that were made of these inputs."""
+        """Record after a forward which objects of these inputs hold other tensors than before."""
         leaves = pytree.tree_leaves((args, {name: kwargs[name] for name in self._names}))
         numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
         for value, before in self._opened:
@@ -249,13 +248,13 @@ def examples_in(inputs: Inputs) -> int:
 
 
 def examples_given(example: Inputs) -> int:
-    """Examples in the inputs of a whole model: detectors take a list with one image for each."""
+    """Return the number of examples in a model's inputs; detectors take a list of images."""
     images = _first_list(example)
     return examples_in(example) if images is None else max(len(images), 1)
 
 
 def first_of(example: Inputs) -> Inputs:
-    """The first of the examples that a whole model is given, as a batch of its own."""
+    """Return the first example of a model's inputs, as a batch of one."""
     images = _first_list(example)
     if images is None:
         return first_rows(example)
@@ -269,7 +268,7 @@ def first_of(example: Inputs) -> Inputs:
 
 
 def first_rows(example: Inputs, number: int = 1) -> Inputs:
-    """The first rows of every tensor that has one for each example."""
+    """Return the inputs with the first rows of every tensor that has one row per example."""
     size = examples_in(example)
 
     def first(leaf: Tensor) -> Tensor:
@@ -280,7 +279,7 @@ def first_rows(example: Inputs, number: int = 1) -> Inputs:
 
 
 def _first_list(example: Inputs) -> Sequence[Tensor] | None:
-    """The first input where it is a list of tensors."""
+    """Return the first input if it is a list of tensors."""
     args, kwargs = example
     first = next(iter((*args, *kwargs.values())), None)
     is_list = isinstance(first, list | tuple) and all(isinstance(each, Tensor) for each in first)
@@ -303,7 +302,7 @@ class Call:
 
 
 def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]:
-    """Run the model in eval mode; every call of the submodules at ``paths``, in order of return."""
+    """Return all calls of the submodules at ``paths`` in an eval-mode run, in order of return."""
     calls: list[Call] = []
     waiting: dict[str, list[Inputs]] = defaultdict(list)
     handles = []
@@ -328,7 +327,7 @@ def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]
 
 
 def filled(inputs: Inputs, rows: int = 2) -> Inputs:
-    """The inputs with a few random rows where they had none: a detector that has found nothing."""
+    """Fill tensors without rows with random ones: those of a detector that found nothing."""
     generator = torch.Generator().manual_seed(0)
 
     def fill(leaf: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Parts of a forward that run under a mode or a transform, put in line with the rest.
+"""Inlining of graph parts that run under a mode or a transform.
 
-torch.export wraps what a forward does under ``torch.autocast`` or ``torch.set_grad_enabled`` into
-a graph of its own, behind one opaque operator. A captured graph runs in neither mode. With the
-casts of autocast written out, the inner operators mean the same in line, where rules see them.
+torch.export wraps code under ``torch.autocast`` or ``torch.set_grad_enabled`` into a separate
+graph, behind one opaque operator. A captured graph runs in neither mode. With the casts of
+autocast written out, the inner operators compute the same when inlined, where rules see them.
 
 A captured graph has ``torch.vmap`` and ``torch.func.jvp`` as calls that begin and end them, and in
-between operators whose tensors lack a dim, or carry a tangent. Traced once more, such a part
-becomes operators on whole tensors, which is what torch itself runs.
+between operators whose tensors lack a dim, or carry a tangent. Traced again, such a part becomes
+operators on whole tensors, which is what torch itself runs.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast of a part of a forward: on which kind of device, to which dtype, if at all."""
+    """Autocast settings of a part of a forward: device type, dtype, and whether it is enabled."""
 
     device: str
     dtype: torch.dtype | None
     enabled: bool
 
     def context(self) -> torch.autocast:
-        """The context manager that it stands for."""
+        """Return the context manager with these settings."""
         return torch.autocast(self.device, self.dtype, self.enabled)
 
 
 def write_casts(module: GraphModule, autocast: Autocast) -> bool:
-    """Make nodes of all casts in the graph; False where what an operator does is not only casts.
+    """Insert autocast's casts into the graph as nodes; return whether they explain all dtypes.
 
-    Each operator is run on fake tensors with autocast and without. What is cast of its operands
-    with autocast alone is cast by a node before it; then it must give what was captured by itself.
+    Each operator is run on fake tensors with autocast and without. Operands that are cast only
+    with autocast get a cast node; then the operator must give the captured dtypes without it.
     """
     return all(
         _write(module, node, autocast)
@@ -99,7 +99,7 @@ def _dtypes(result: Any) -> list[torch.dtype]:
 
 
 class _Casts(TorchDispatchMode):
-    """Sees, by the id of each tensor, to which dtype it is cast."""
+    """Mode that records the dtype to which each tensor is cast, by the tensor's id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Casts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note it, and do it."""
+        """Record a cast, and run the operator."""
         kwargs = kwargs or {}
         if func is _ATEN._to_copy.default and kwargs.get("dtype") is not None:
             self.seen[id(args[0])] = kwargs["dtype"]
@@ -123,14 +123,14 @@ _HIGHER = torch.ops.higher_order
 
 
 def inline_modes(program: ExportedProgram) -> None:
-    """Inline every part of the program's graph that says all it does without its mode."""
+    """Inline every subgraph of the program that computes the same without its mode."""
     changed = _inline_all(program.graph_module, None)
     for old, new in changed:
         program.graph_signature.replace_all_uses(old, new)
 
 
 def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[str, str]]:
-    """Inline what can be of a graph under this autocast; the old and new names of all results."""
+    """Inline subgraphs of a graph under this autocast; return old and new names of results."""
     renamed: list[tuple[str, str]] = []
     for node in list(module.graph.nodes):
         found = _inner(module, node, autocast)
@@ -150,9 +150,9 @@ def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[st
 
 
 def finish(program: ExportedProgram, renamed: Sequence[tuple[str, str]]) -> None:
-    """Make a program consistent again after parts of its graph were put in line.
+    """Make a program consistent again after parts of its graph were inlined.
 
-    ``renamed`` are old and new names of results, none if nothing was put in line.
+    ``renamed`` holds old and new names of results; empty if nothing was inlined.
     """
     module = program.graph_module
     if renamed:
@@ -166,7 +166,7 @@ def finish(program: ExportedProgram, renamed: Sequence[tuple[str, str]]) -> None
 def _inner(
     module: GraphModule, node: Node, autocast: Autocast | None
 ) -> tuple[GraphModule, tuple[Any, ...], Autocast | None] | None:
-    """The inner graph, its operands, and the autocast it is under, if the node wraps one."""
+    """Return the subgraph that the node wraps, its operands and its autocast; None for others."""
     if node.op != "call_function":
         return None
     if node.target is _HIGHER.wrap_with_autocast:
@@ -186,10 +186,10 @@ def _inner(
 def inline_graph(
     module: GraphModule, node: Node, inner: GraphModule, operands: Sequence[Any]
 ) -> tuple[list[Node], list[tuple[str, str]]]:
-    """Put the inner graph where ``node`` is, which calls it.
+    """Replace ``node``, which calls the inner graph, by the nodes of that graph.
 
     Returns:
-        The nodes that are new, and the old and new names of the results.
+        The new nodes, and the old and new names of the results.
     """
     inputs = inner.graph.find_nodes(op="placeholder")
     new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
@@ -218,7 +218,7 @@ def inline_graph(
 
 
 def inline_transforms(program: ExportedProgram) -> None:
-    """Put in place of each part under transforms the operators that it amounts to.
+    """Replace each part under transforms of torch.func by equivalent operators.
 
     A part that torch cannot trace stays as it is.
 
@@ -238,7 +238,7 @@ LOST_GRADIENT = (
 
 
 def _check_constants(program: ExportedProgram) -> None:
-    """Refuse a program with a tensor of torch.func among its constants: it is what it lost."""
+    """Refuse a program with a torch.func tensor among its constants: a lost gradient."""
     for constant in program.constants.values():
         try:
             if isinstance(constant, Tensor) and constant.layout is torch.strided:
@@ -248,7 +248,7 @@ def _check_constants(program: ExportedProgram) -> None:
 
 
 def _parts(graph: Graph) -> Iterator[list[Node]]:
-    """The calls from the beginning of each outermost transform to its end, both included."""
+    """Yield the nodes of each outermost transform, from its begin call to its end call."""
     part: list[Node] = []
     depth = 0
     for node in graph.nodes:
@@ -264,7 +264,7 @@ def _parts(graph: Graph) -> Iterator[list[Node]]:
 
 
 def _written_out(module: GraphModule, part: list[Node]) -> list[tuple[str, str]]:
-    """Replace one part in the module's graph; the old and new names of what others read of it."""
+    """Replace one part in the module's graph; return the old and new names of its results."""
     inside = set(part)
     operands = [o for node in part for o in node.all_input_nodes if o not in inside]
     operands = list(dict.fromkeys(operands))
@@ -289,7 +289,7 @@ def _written_out(module: GraphModule, part: list[Node]) -> list[tuple[str, str]]
 
 
 def _traced(part: list[Node], operands: list[Node], ends: list[Node]) -> GraphModule | None:
-    """The part as a graph of operators on whole tensors; None where torch cannot trace it."""
+    """Return the part as a graph of operators on whole tensors; None if torch cannot trace it."""
     graph = Graph()
     known: dict[Node, Any] = {operand: graph.placeholder(operand.name) for operand in operands}
     for node in part:
@@ -302,6 +302,6 @@ def _traced(part: list[Node], operands: list[Node], ends: list[Node]) -> GraphMo
     try:
         with fakes[0].fake_mode, torch.no_grad():
             traced = make_fx(GraphModule({}, graph), tracing_mode="symbolic")(*values)
-    except Exception:  # a use of it that torch has no account of
+    except Exception:  # a use of the transform that torch cannot trace
         return None
     return None if any(node.op == "get_attr" for node in traced.graph.nodes) else traced

@@ -1,10 +1,10 @@
-"""torch.export of a module, whose attributes it leaves alone and whose outputs are tensors alone.
+"""torch.export of a module, without outputs that are no data, and with attributes restored.
 
-torch.export takes tensors, numbers and containers that it knows for outputs. A decoder of
-transformers also returns a ``DynamicCache``, unless it is told not to. Such an object is how the
-model's own code goes on, and no result of it: a captured graph does without. What a forward writes
-into its modules' attributes (the anchors of the last size, the last mask) is a fake tensor without
-values while it is traced, and must not be there when the user calls the model next.
+torch.export accepts tensors, numbers and known containers as outputs. A decoder of transformers
+also returns a ``DynamicCache`` by default. Such an object is state for the model's next call and no
+result: a captured graph omits it. Values that a forward writes into its modules' attributes (the
+anchors of the last size, the last mask) are fake tensors while it is traced, and must be removed
+before the user calls the model again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _DATA = (Tensor, bool, int, float, complex, str, torch.SymInt, torch.SymFloat, t
 
 @contextmanager
 def tensor_outputs_only(model: nn.Module, example: Inputs) -> Iterator[Opener]:
-    """Within the context the model returns None for objects that are no data, beside tensors.
+    """Make the model return None for objects that are no data, and take ``plain`` inputs.
 
-    And for objects in its inputs it takes their tensors, as of ``plain`` of the example.
+    Outputs are only replaced beside tensors; inputs have the structure of the example's ``plain``.
     """
     held, forward, opener = vars(model), model.forward, Opener(example)
     opens = holds_objects(example) and not isinstance(model, GraphModule)
@@ -82,7 +82,7 @@ def _without(output: Any) -> Any:
 
 
 def _is_state(leaf: Any) -> bool:
-    """Not a dataclass, either: somebody wrote that to return results in."""
+    """Return whether an output is state and no data; a dataclass holds results."""
     return leaf is not None and not isinstance(leaf, _DATA) and not is_dataclass(leaf)
 
 
@@ -92,10 +92,10 @@ _CONTAINERS = (dict, list, set)
 def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> ExportedProgram:
-    """``torch.export.export`` for any size, after which the module holds what it held before.
+    """Run ``torch.export.export`` with ``SymbolicPatches``, and restore the module's attributes.
 
-    The program has no transforms of torch.func, but what they amount to. Its arguments are called
-    as those of the module that this one ``stands_for``, if it does.
+    Transforms of torch.func are replaced by equivalent operators. The program's arguments are
+    named as those of the module that this one ``stands_for``, if any.
 
     Raises:
         CaptureError: the program would not compute what the module does.
@@ -114,7 +114,7 @@ def exported(
 def _name_arguments(
     program: ExportedProgram, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Call the arguments of a module around another one, ``*args``, as that one does."""
+    """Name the arguments of a wrapper, ``*args``, as those of the module that it wraps."""
     inner = module
     while isinstance(around := getattr(inner, "stands_for", None), nn.Module):
         inner = around
@@ -130,7 +130,7 @@ def _name_arguments(
 
 @contextmanager
 def restore_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards every attribute of every module, and every plain container, holds the same."""
+    """Restore every attribute of every module, and the plain containers, after the context."""
     before = [(vars(module), _held(module)) for module in model.modules()]
     try:
         yield
@@ -146,7 +146,7 @@ def restore_attributes(model: nn.Module) -> Iterator[None]:
 
 
 def _held(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute's value, and of a container a copy."""
+    """Return each attribute's value, with a shallow copy if it is a container."""
     return {
         name: (value, value.copy() if type(value) in _CONTAINERS else None)
         for name, value in vars(module).items()
@@ -154,7 +154,7 @@ def _held(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _items(container: Any) -> list[Hashable]:
-    """Contents of a container, in which a tensor stands for its identity."""
+    """Return the contents of a container for comparison, with ids instead of values."""
     if isinstance(container, dict):
         return [(key, id(value)) for key, value in container.items()]
     return [id(value) for value in container]

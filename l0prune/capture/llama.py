@@ -1,4 +1,4 @@
-"""Models of transformers that are a Llama, by weights and function, whatever their class."""
+"""Detection of transformers models that compute the same as a Llama, of any class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
 
 _NOT_SAID = ("_name_or_path", "architectures", "model_type", "transformers_version")
-_ROUNDING = 1e-4  # relative to the largest output; another function is further away by far
+_ROUNDING = 1e-4  # relative to the largest output; other functions differ by far more
 
 
 def llama_class() -> Any:
@@ -26,8 +26,8 @@ def llama_class() -> Any:
 def llama_settings(model: Any) -> dict[str, Any]:
     """Return the settings of a LlamaConfig for a model, with the sizes of its configuration.
 
-    ``qkv_bias`` is added where of the attention's weights only q, k and v have a bias, which a
-    LlamaConfig cannot say: it has ``attention_bias`` for all four.
+    ``qkv_bias`` is added if only q, k and v have a bias in the attention, which a LlamaConfig
+    cannot express: its ``attention_bias`` is for all four.
     """
     data, names = configuration_of(model), model.state_dict().keys()
     known = llama_class().config_class().to_dict().keys() - set(_NOT_SAID)
@@ -40,7 +40,7 @@ def llama_settings(model: Any) -> dict[str, Any]:
 
 
 def as_llama(settings: dict[str, Any]) -> Any:
-    """Build the Llama of these settings; its weights are anything."""
+    """Build the Llama of these settings, with arbitrary weights."""
     biased = settings["attention_bias"] or settings.get("qkv_bias", False)
     model = configured(llama_class(), {**settings, "attention_bias": biased})
     if settings.get("qkv_bias"):
@@ -50,7 +50,7 @@ def as_llama(settings: dict[str, Any]) -> Any:
 
 
 def why_no_llama(model: Any, example: Inputs) -> str:
-    """Return what tells a model of transformers from a Llama of its weights; empty if nothing."""
+    """Return the reason why a model is no Llama with its weights; empty if it is one."""
     if window := configuration_of(model).get("sliding_window"):
         return f"its attention sees {window} tokens only (sliding_window)"
     try:

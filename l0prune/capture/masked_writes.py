@@ -1,8 +1,8 @@
-"""Writes where a condition holds, captured as masks: ``x[torch.where(c)] = v``, of one value v.
+"""Conversion of writes ``x[torch.where(c)] = v`` of one value v to masked fills.
 
-The positions at which a condition holds are as many as the data decide, and no graph that can be
-cut has such a tensor. Which entries are written is told by the condition itself, whose size is
-known: ``x.masked_fill_(c, v)`` writes the same.
+The number of positions at which a condition holds depends on the data, and a graph with such a
+tensor cannot be cut. The condition itself has a known size: ``x.masked_fill_(c, v)`` writes the
+same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILLS = {
 
 
 def fill_by_mask(program: ExportedProgram) -> None:
-    """Write by the condition what is written at all positions where it holds, in place."""
+    """Replace writes of a value at the positions of a condition by masked fills, in place."""
     positions = [node for node in program.graph.nodes if node.target in _POSITIONS]
     for node in positions:
         for write in list(_writes(node)):
@@ -38,7 +38,7 @@ def fill_by_mask(program: ExportedProgram) -> None:
 
 
 def _writes(positions: Node) -> Iterator[Node]:
-    """Each write of one value at exactly these positions."""
+    """Yield each write of one value at exactly these positions."""
     parts = {user.args[1]: user for user in positions.users if user.target is operator.getitem}
     every = [parts.get(dim) for dim in range(_condition(positions).ndim)]
     for user in every[0].users if every and every[0] else ():
@@ -47,7 +47,7 @@ def _writes(positions: Node) -> Iterator[Node]:
 
 
 def _is_one(values: Any) -> bool:
-    """Return whether a write is of one value, which takes the place of what was there."""
+    """Return whether a write is of one value, without accumulation."""
     return len(values) == 1 and values[0].meta["val"].ndim == 0
 
 
@@ -56,7 +56,7 @@ def _condition(positions: Node) -> Any:
 
 
 def _fill(positions: Node, write: Node) -> None:
-    """Let a write take the condition, as it is where the positions are computed."""
+    """Change a write to use the condition as a mask, from where the positions are computed."""
     given: Any = write.args
     x, _, value = given
     graph, condition = write.graph, _condition(positions)

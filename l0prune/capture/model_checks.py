@@ -1,4 +1,4 @@
-"""Conditions under which a model can be analysed, and the mode in which it is."""
+"""Checks whether a model can be analysed, and contexts for its mode and random numbers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 
 @contextmanager
 def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Leave torch's random generators as they are, the one of the model's device among them.
+    """Restore torch's random generators after the context, also of the model's devices.
 
-    With a ``seed`` draws are from that, else from the generators as they are.
+    With a ``seed`` they are seeded within the context, else they continue from their state.
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
@@ -43,9 +43,9 @@ def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
 
 def check_module(model: Any) -> None:
-    """Raise UsageError for what is no module, or one whose insides nobody can change.
+    """Raise UsageError for an object that is no nn.Module, or one that l0prune cannot change.
 
-    Says what to give instead.
+    The message says what to give instead.
     """
     why = _objection(model) or _scattered(model)
     if why:
@@ -134,7 +134,7 @@ def check_owned(model: nn.Module, used: Iterable[Tensor]) -> None:
 
     ``used`` are tensors that its forward uses, neither parameters nor buffers of the model.
     """
-    places = {tensor.data_ptr() for tensor in used} - {0}  # without values there is no place
+    places = {tensor.data_ptr() for tensor in used} - {0}  # 0 without storage
     for path, module in model.named_modules() if places else ():
         for name, parameter in _kept_aside(module):
             if parameter.data_ptr() in places:
@@ -148,7 +148,7 @@ def check_owned(model: nn.Module, used: Iterable[Tensor]) -> None:
 
 
 def _kept_aside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters in the module's plain attributes, each with the attribute's name."""
+    """Yield the parameters in the module's plain attributes, after the attribute's name."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue
@@ -159,7 +159,7 @@ def _kept_aside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients, and afterwards the mode of each submodule as it was."""
+    """Set eval mode without gradients, and restore each submodule's mode after the context."""
     with modes_kept(model), torch.no_grad():
         model.eval()
         yield

@@ -13,7 +13,7 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
 def within(path: str, name: str) -> str:
-    """A name inside the submodule at ``path`` as the whole model knows it."""
+    """Return the name in the whole model of ``name`` inside the submodule at ``path``."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -23,7 +23,7 @@ def is_within(name: str, path: str) -> bool:
 
 
 def origin_of(node: Node) -> dict[str, Any]:
-    """Return the entries of a node's meta about its origin, for nodes that take its place."""
+    """Return the entries of a node's meta about its origin, for nodes that replace it."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
@@ -39,9 +39,9 @@ def source_of(node: Node) -> str:
 
 
 def modules_of(node: Node) -> list[str]:
-    """Paths of the modules whose forwards this node was made in, the root first.
+    """Return the paths of the modules whose forwards made this node, the root first.
 
-    What a module makes when it is called again has ``@1`` and so on in its path.
+    Nodes of a module's further calls have ``@1`` and so on in the path.
     """
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]

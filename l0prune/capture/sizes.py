@@ -26,7 +26,7 @@ _AUTO = tuple(kind for kind in (Dim.AUTO, Dim.DYNAMIC))
 
 @dataclass(frozen=True)
 class FreeSizes:
-    """Dims of a model's inputs that may be of any size, beside the batch.
+    """Dims of a model's inputs, except the batch, that may be of any size.
 
     Attributes:
         dims: for each tensor or other leaf of the inputs, in their order, the names of its free
@@ -109,7 +109,7 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
 
 
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
-    """Return each leaf of an input with what is asked for it; a list does of a class's fields."""
+    """Return each leaf of an input with its spec; a list specifies a registered class's fields."""
     if is_registered(value):
         value = fields_of(value)
     if isinstance(value, Mapping) and (spec is None or isinstance(spec, Mapping)):
@@ -125,7 +125,7 @@ def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
 
 
 def _dims(leaf: Any, spec: Any, name: str) -> dict[int, str]:
-    """The free dims of one tensor."""
+    """Return the names of a tensor's free dims except the batch, by number."""
     if spec is None:
         return {}
     if not isinstance(leaf, Tensor):
@@ -160,7 +160,7 @@ def _name(what: Any, default: str) -> str:
 
 
 def _check_example(free: FreeSizes, example: Inputs) -> None:
-    """Raise UsageError where torch.export would take a size for a constant, or sizes differ."""
+    """Raise UsageError if torch.export would fix a size, or sizes of one name differ."""
     known: dict[str, int] = {}
     for leaf, dims in zip(pytree.tree_leaves(example), free.dims, strict=True):
         for dim, name in dims.items():
@@ -187,11 +187,11 @@ def fields_of(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batches:
-    """Sizes of a batch.
+    """Allowed sizes of a batch.
 
     Attributes:
         least: the smallest one.
-        multiple: of which they all are: of as many as the frames of a clip, where a model takes
+        multiple: number of which all are multiples, such as the frames of a clip if a model takes
             frames.
     """
 
@@ -212,7 +212,7 @@ class Batches:
         return tuple(n * self.multiple for n in groups if n * self.multiple in self)
 
     def several(self) -> Batches:
-        """Return the batches without the smallest, a case of its own to torch.export."""
+        """Return the batches without the smallest, for which torch.export specializes."""
         return Batches(2 * self.multiple, self.multiple)
 
     @property
@@ -257,9 +257,9 @@ def batch_shapes(
     batches: Batches | None = ANY,
     free: FreeSizes = ALL_FIXED,
 ) -> Any:
-    """``dynamic_shapes`` for torch.export: one symbolic batch, if any, over every batched input.
+    """Return ``dynamic_shapes`` for torch.export, with one symbolic batch for all batched inputs.
 
-    Of the ``free`` sizes torch.export finds out itself how they hang together.
+    torch.export infers the relations between the ``free`` sizes.
     """
     size, batch = batch_of(args, kwargs), {0: batches.dim} if batches else {}
 

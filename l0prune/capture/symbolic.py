@@ -34,14 +34,14 @@ from l0prune.capture.sizes import (
 )
 
 _OWN = Path(__file__).parent.parent
-_CAPTURE = str(Path(__file__).with_name("symbolic.py"))  # beyond it is who asked for the capture
+_CAPTURE = str(Path(__file__).with_name("symbolic.py"))  # frames beyond it asked for the capture
 _LIBRARY = Path(torch.__file__).parent
 _Line = tuple[str, int]
 
 
 @dataclass
 class Places:
-    """Notes of a capture.
+    """Source lines at which a capture fixed or constrained sizes.
 
     Attributes:
         fixed: where a size became a number.
@@ -63,7 +63,7 @@ class Places:
 
 @contextmanager
 def record_places() -> Iterator[Places]:
-    """The places of what is captured within the context."""
+    """Record the lines that fix or constrain sizes in captures within the context."""
     places = Places()
 
     def becomes(env: Any, symbol: Any, value: Any, *rest: Any, **named: Any) -> None:
@@ -81,7 +81,7 @@ def record_places() -> Iterator[Places]:
 
 
 def raised_at(error: BaseException) -> str:
-    """The innermost line of the user's code that an error came through; empty if there is none."""
+    """Return the innermost line of the user's code in an error's traceback; empty if none."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(frame.f_code.co_filename, number) for frame, number in frames]
     own = [line for line in lines if not _is_library(line[0])]
@@ -105,8 +105,8 @@ def _after(note: Any, method: Any) -> Any:
 
 
 def _place() -> _Line | None:
-    """The line of the user's code that is running."""
-    frame: FrameType | None = sys._getframe(3)  # beyond the note and the method that it precedes
+    """Return the running line of the user's code, for the caller of a patched method."""
+    frame: FrameType | None = sys._getframe(3)  # the caller of the patched method
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         file = frame.f_code.co_filename
         if not _is_library(file):
@@ -127,7 +127,7 @@ def _holds_for_others(what: Any) -> bool:
 
 
 def _holds(what: Any, size: int, otherwise: bool = False) -> bool:
-    """Return whether an expression holds where its symbols are this size, if that is decided."""
+    """Return whether an expression holds at this size; ``otherwise`` if that is undecided."""
     try:
         return bool(what.subs(dict.fromkeys(what.free_symbols, size)))
     except (TypeError, ZeroDivisionError):  # it is not decided, or no number
@@ -136,15 +136,15 @@ def _holds(what: Any, size: int, otherwise: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """A capture with symbolic sizes, if there is one.
+    """Result of a capture with symbolic sizes.
 
     Attributes:
-        program: the capture.
-        batches: those that it is for, if their size is symbolic.
-        is_free: whether it is.
-        why_fixed: the line of code at which torch took a size for a number, the batch's if that is
-            not free, or what torch said; a clause.
-        multiple: where there is none, what the batch has to be a multiple of.
+        program: the captured program; None if the capture failed.
+        batches: batch sizes for which it is valid, if the batch is symbolic.
+        is_free: whether the batch is symbolic.
+        why_fixed: clause with the line of code at which torch fixed a size, the batch's if that is
+            not free, or with torch's message.
+        multiple: if there is no program, the number of which the batch has to be a multiple.
     """
 
     program: ExportedProgram | None = None
@@ -155,7 +155,7 @@ class Found:
 
 
 def with_symbols(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
-    """The capture with a symbolic batch and ``free`` sizes, or with what of it is possible."""
+    """Capture with a symbolic batch and ``free`` sizes, or else with the batch or them alone."""
     found = first = _with_batch(model, example, free)
     if free and first.program is None:
         found = _with_batch(model, example, ALL_FIXED)
@@ -167,7 +167,7 @@ def with_symbols(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
 def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
     """Capture with a symbolic batch.
 
-    torch.export says of what it has to be a multiple, if the example's is more than once that.
+    torch.export reports of what it has to be a multiple, if the example's is a larger multiple.
     """
     found = _tried(model, example, free, ANY)
     multiple = found.multiple
@@ -200,7 +200,7 @@ def _at(place: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Return the first line of torch's own words, as a clause."""
+    """Return the first line of torch's error message, as a clause."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"torch.export says {type(error).__name__}: {first.rstrip('.')}"
 
@@ -213,10 +213,10 @@ def inputs_of(program: ExportedProgram) -> list[Any]:
 
 
 def symbolic(program: ExportedProgram, free: FreeSizes) -> frozenset[str]:
-    """Names of the free sizes that are symbolic wherever they are in the inputs of a program.
+    """Return the names of the free sizes that are symbolic in all inputs of a program.
 
-    A size of which the code has asked what is true near the example's alone (``size // 8 == 4``)
-    counts as fixed, although torch.export calls it symbolic.
+    A size with a guard that holds only near the example's (``size // 8 == 4``) counts as fixed,
+    although torch.export calls it symbolic.
     """
     fixed = {
         name

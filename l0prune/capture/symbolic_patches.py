@@ -1,17 +1,16 @@
-"""Functions of torch that stop torch.export or fix a size, replaced by such as compute the same.
+"""Replacements for functions of torch that stop torch.export or fix a symbolic size.
 
 - ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` are traced step by step: their length becomes a number, and
-  the trace takes as long as they do. One operator stands for the call, which only says how large
-  its results are; in the exported program the call is torch's own again.
+  the trace takes as long as they do. During the trace one operator replaces the call, of which
+  only the shapes are computed; in the exported program it is torch's operator again.
 - ``torch.cat(x.split(4, 2), 0).split(x.size(0), 0)`` makes as many pieces as there were, but torch
-  asks for their number in a way of which its symbols do not know that.
-- ``torch.cdist`` multiplies matrices where there are more than 25 points, which takes less time,
-  and computes the same less exactly.
+  computes their number by an expression that its symbolic sizes cannot simplify to that.
+- ``torch.cdist`` multiplies matrices for more than 25 points, which is faster and less exact.
 - Layers branch on the values of a mask: it is compared with the causal one, so that a kernel for
   causal attention can be used; and an encoder whose padding comes last packs its tokens, which
   leaves zeros at the padding. The graph is captured with the mask itself, and with those zeros.
-- ``nn.ModuleDict({"in": …})`` is a model like any other, but the code that torch makes of its graph
-  would say ``self.in.weight``. In a captured program such a module is called ``in_``.
+- ``nn.ModuleDict({"in": …})`` is valid, but the code that torch generates from its graph would
+  contain ``self.in.weight``. In a captured program such a module is called ``in_``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from l0prune.capture.compat import CAUSAL_MASK, replaced, size_expression
 
 _ATEN = torch.ops.aten
 
-# By kind: the function that modules call, and the operator of graphs.
+# By kind: the function that modules call, and the operator in graphs.
 _KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
     "lstm": (torch.lstm, _ATEN.lstm.input),
     "gru": (torch.gru, _ATEN.gru.input),
@@ -101,7 +100,7 @@ def _as_torch(kind: str, states: Sequence[Any]) -> Any:
 
 
 def call_as_one_operator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a recurrent function as one operator; one of packed sequences as it is."""
+    """Call a recurrent function as one operator, or unchanged for packed sequences."""
     if kwargs or isinstance(args[2], Tensor):  # of packed ones the states are the third argument
         return function(*args, **kwargs)
     x, states, *rest = args
@@ -113,7 +112,7 @@ RECURRENT_CALLS = dict.fromkeys(KIND_OF, call_as_one_operator)
 
 
 def restore_recurrent_calls(program: ExportedProgram) -> None:
-    """Let a program call torch's own operators again, in place."""
+    """Replace the recurrent operator in a program by torch's operators again, in place."""
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=RECURRENT):
@@ -129,7 +128,7 @@ _MANY = 25  # torch's own number
 
 
 class SymbolicPatches(TorchFunctionMode):
-    """Within the context, symbolic sizes stay symbols in these functions."""
+    """Mode in which the functions of ``_INSTEAD`` keep symbolic sizes symbolic."""
 
     def __torch_function__(
         self,
@@ -138,7 +137,7 @@ class SymbolicPatches(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call the function, or one that computes the same."""
+        """Call the function, or its replacement."""
         instead = _INSTEAD.get(func)
         if instead is None:
             return func(*args, **(kwargs or {}))
@@ -176,7 +175,7 @@ def _cdist(
     p: float = 2.0,
     compute_mode: str = _IF_MANY,
 ) -> Any:
-    """The distances between points, of which there may be any number."""
+    """Compute distances in a mode that does not depend on a symbolic number of points."""
     points = (x1.shape[-2], x2.shape[-2])
     if compute_mode == _IF_MANY and _is_symbolic(*points):
         are_many = any(not _is_symbolic(size) and size > _MANY for size in points)
@@ -199,7 +198,7 @@ def _is_symbolic(*sizes: Any) -> bool:
 
 
 def _number(size: int | SymInt) -> int | None:
-    """The number that a size is, if it is one."""
+    """Return a size as an int; None if it is symbolic."""
     if not isinstance(size, SymInt):
         return size
     expression = size_expression(size)
@@ -219,10 +218,10 @@ def _is_declared_causal(
 
 
 def _zero_padding(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of ``nn.TransformerEncoder`` as it is in eval mode without gradients.
+    """Wrap the forward of ``nn.TransformerEncoder`` to compute as in eval mode without gradients.
 
-    Where it may pack its tokens, it does so if the padding of every row comes last. The others are
-    zero after it, before the last norm. A captured graph has the layers of the general way.
+    There it packs its tokens, if it may, where the padding of every row comes last, so that padding
+    is zero before the last norm. A captured graph has the general layers, and sets these zeros.
     """
 
     @functools.wraps(forward)
@@ -249,7 +248,7 @@ def _zero_padding(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
-    """Return whether torch would look at the values of the mask."""
+    """Return whether torch would pack the tokens by the values of the mask."""
     return (
         torch.backends.mha.get_fastpath_enabled()
         and getattr(encoder, "use_nested_tensor", False)
@@ -260,7 +259,7 @@ def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     )
 
 
-# The module or class of torch, the function in it, and what stands in for it.
+# The module or class of torch, the name of the function in it, and its replacement.
 _LAYERS: tuple[tuple[ModuleType | type, str, Any], ...] = (
     (*CAUSAL_MASK, _is_declared_causal),
     (nn.TransformerEncoder, "forward", _zero_padding(nn.TransformerEncoder.forward)),
@@ -269,7 +268,7 @@ _LAYERS: tuple[tuple[ModuleType | type, str, Any], ...] = (
 
 @contextmanager
 def general_code_paths() -> Iterator[None]:
-    """Within the context, torch's layers take the general way, which computes the same."""
+    """Make torch's layers take their general code path, with the same results, in the context."""
     with ExitStack() as stack:
         for owner, name, instead in _LAYERS:
             stack.enter_context(replaced(owner, name, instead))
@@ -277,7 +276,7 @@ def general_code_paths() -> Iterator[None]:
 
 
 def sanitize_names(program: ExportedProgram) -> dict[str, str]:
-    """Call the program's tensors by names that code can say, in place; return the old ones."""
+    """Rename tensors whose names contain keywords, in place; return the old names by the new."""
     signature = program.graph_signature
     targets = {spec.target for spec in signature.input_specs if spec.target}
     tail = "_"

@@ -1,4 +1,4 @@
-"""Threads: one captures or exports at a time, and what is muted is muted for that one alone."""
+"""Locks and output streams of threads: one capture or export at a time, muting per thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 from l0prune.capture.compat import TRACE_LOG
 
 _ALONE, _CHANGING = threading.RLock(), threading.RLock()
-_here = threading.local()  # of each thread: the stream that it prints to, and how often it is muted
-_users = 0  # contexts in all threads for which the streams of the process are exchanged
+_here = threading.local()  # per thread: the stream that it prints to, and the depth of muting
+_users = 0  # open contexts of all threads that need the streams of the process replaced
 _own: list[tuple[str, Any, Any]] = []  # name, stream of the process, ours
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Within the context no other thread is in one; it may be entered again by the same thread.
+    """Hold a lock of the process within the context; the same thread may enter it again.
 
-    torch.export keeps its state in globals, and graphs are captured and compared while functions
-    of torch, its default dtype and its random generator are others than usual.
+    torch.export keeps its state in globals, and captures and comparisons replace functions of
+    torch, its default dtype and its random generator.
     """
     with _ALONE:
         yield
@@ -32,7 +32,7 @@ def one_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Within the context what this thread prints, logs and warns of is dropped."""
+    """Drop this thread's prints, logs and warnings within the context."""
     _here.muted = _is_muted() + 1
     try:
         _mute()
@@ -44,7 +44,7 @@ def muted() -> Iterator[None]:
 
 @contextmanager
 def printing_to(stream: Any) -> Iterator[None]:
-    """Within the context what this thread prints on stdout and stderr goes to the stream."""
+    """Redirect this thread's stdout and stderr to the stream within the context."""
     while isinstance(stream, _Stream):
         stream = stream._stream
     before = getattr(_here, "stream", None)
@@ -58,7 +58,7 @@ def printing_to(stream: Any) -> Iterator[None]:
 
 
 class _Stream:
-    """A stream of the process, but for threads that print to one of their own."""
+    """Stream of the process that redirects threads which have a separate stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -74,7 +74,7 @@ class _Stream:
 
 
 def _exchange(step: int) -> None:
-    """Put streams that know threads in place with the first context, and back with the last."""
+    """Install per-thread streams with the first context, and remove them with the last."""
     global _users
     with _CHANGING:
         _users += step
@@ -85,7 +85,7 @@ def _exchange(step: int) -> None:
                 setattr(sys, name, _own[-1][-1])
         elif not _users:
             for name, before, ours in _own:
-                if getattr(sys, name) is ours:  # somebody else may have put one there meanwhile
+                if getattr(sys, name) is ours:  # unless other code has replaced it meanwhile
                     setattr(sys, name, before)
             _own.clear()
 
@@ -95,7 +95,7 @@ def _is_muted() -> int:
 
 
 class _Muted:
-    """Matches every warning, and passes no record of a log, in a thread that is muted."""
+    """Filter that drops all warnings and log records of muted threads."""
 
     def match(self, text: str) -> bool:
         """Return whether to ignore a warning, as a compiled pattern does."""
@@ -111,7 +111,7 @@ _IGNORED: Any = ("ignore", _MUTED, Warning, None, 0)
 
 
 def _mute() -> None:
-    """Let filters ask which thread it is; they stay, and let pass what no muted thread says."""
+    """Install the filters of warnings and logs, which stay, and pass those of other threads."""
     with _CHANGING:
         if not any(each is _IGNORED for each in warnings.filters[:1]):
             with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The layers of a model, as far as its modules tell: what has a weight, and of which sizes."""
+"""Weights of a model's layers and their sizes, from its modules alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Weight:
 
 
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
-    """Every Linear, convolution and embedding of the model, and every other matrix in it."""
+    """Return every Linear, convolution and embedding of the model, and all other matrices."""
     found: list[Weight] = []
     claimed: set[str] = set()
     for name, module in model.named_modules():
@@ -49,7 +49,7 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 
 def _weight(name: str, module: nn.Module, kind: type[nn.Module]) -> Weight:
-    """A module as a weight; one that is computed in forward has the module's own sizes."""
+    """Return a module's weight; for one computed in forward, by the module's declared sizes."""
     if isinstance(module, ConvolutionBase):
         pair = (module.in_channels, module.out_channels)
         dims = (0, 1) if module.transposed else (1, 0)

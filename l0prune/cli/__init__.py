@@ -1,1 +1,1 @@
-"""The command line: l0prune survey, gate, fit, finetune, export, evaluate, run, recipes."""
+"""Command line: l0prune survey, gate, fit, finetune, export, evaluate, run, recipes, …"""

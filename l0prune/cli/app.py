@@ -1,7 +1,7 @@
-"""The command line's commands, put together.
+"""Command line app with all commands.
 
-Torch takes seconds to load: the commands' modules do without, so that ``--help`` and what is
-mistyped are answered at once. What needs it is imported inside the commands.
+Torch takes seconds to load: the commands' modules do not import it, so that ``--help`` and usage
+errors are answered at once. Modules that need torch are imported inside the commands.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ for command in COMMANDS:
 app.add_typer(runs.app, name="recipes")
 
 
-# How often a thread of libgomp looks for the others before it sleeps: some half a millisecond. With
-# its default, 300,000, a small network beside other programs took 20 times as long to train as with
-# one thread; with this, 3 times; and on a quiet machine hardly longer than with the default.
+# Spins of a waiting libgomp thread before it sleeps, about half a millisecond. With the default of
+# 300,000 a small network beside other programs took 20 times as long to train as with one thread;
+# with this value, 3 times; on an idle machine hardly longer than with the default.
 _SPINS = "10000"
 
 

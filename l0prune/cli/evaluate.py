@@ -103,7 +103,7 @@ def evaluate(
 
 
 def _comparison(path: Path, against: Path, task: Any, batch_size: int) -> dict[str, Any]:
-    """Return how far the outputs of a file are from those of another one, on the test data."""
+    """Return differences and agreement of two ONNX files' outputs on the test data."""
     from l0prune.exporting.onnx.int8 import compared_on  # loads torch and onnx
     from l0prune.exporting.opened import ONNX, OnnxFile
     from l0prune.files.pickles import check_exists
@@ -119,7 +119,7 @@ def _comparison(path: Path, against: Path, task: Any, batch_size: int) -> dict[s
 
 
 def _info(file: str | None, module: Any) -> dict[str, Any]:
-    """Return what a file says of its data and preprocessing; nothing for other models."""
+    """Return the facts in a model file on its data and preprocessing; empty without a file."""
     from json import loads
 
     from l0prune.exporting.opened import OnnxFile  # loads torch, as do the next ones
@@ -132,7 +132,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
         try:
             return {"preprocessing": loads(module.facts.get("l0prune.preprocessing", "null"))}
         except (RecursionError, ValueError):
-            return {"preprocessing": ""}  # which nobody takes for any
+            return {"preprocessing": ""}  # is refused as damaged
     if is_smaller_model(file):
         return {"preprocessing": read(file).manifest.preprocessing}
     is_gated = is_tensor_file(file) and "l0prune" in read_texts(file)
@@ -140,9 +140,9 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
 
 
 def say_what_differs(model: Any, source: Any, path: Path) -> None:
-    """Warn of outputs that are more than the classes, and of images that timm prepares otherwise.
+    """Warn of more outputs than classes, and of preprocessing other than that of timm.
 
-    What does not fit at all is left to whoever trains on it.
+    Errors of data that does not fit at all are left to the training.
     """
     from l0prune.capture.model_checks import evaluating, same_draws  # loads torch, as the next ones
     from l0prune.running.batches import call, example_inputs
@@ -179,7 +179,7 @@ def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
 
 @contextmanager
 def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
-    """Within the context, say once where a model has more outputs than the data has classes."""
+    """Warn after the context if the model has returned more outputs than the data has classes."""
     from l0prune.running.criteria import tensor_output  # loads torch
 
     seen: list[int] = []
@@ -210,6 +210,6 @@ def _table(result: dict[str, Any]) -> Table:
         if name == "examples":
             table.add_row("test examples", f"{value:,}")
         elif isinstance(value, float):
-            is_share = name in IN_PERCENT or " " in name  # of outputs that are compared
+            is_share = name in IN_PERCENT or " " in name  # a blank: compared outputs
             table.add_row(name, format(value, ".2%" if is_share else ".6g"))
     return table

@@ -1,4 +1,4 @@
-"""``l0prune experts``: mixtures of experts with fewer of them."""
+"""``l0prune experts``: reduce the number of experts in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def experts(
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
 ) -> None:
-    """Cut the experts of every mixture in a model to so many, by some inputs alone.
+    """Reduce every mixture of experts in a model to fewer experts, by some inputs alone.
 
     Router and experts lose the same rows; what is left is proven to compute what the model does
     when the others are never chosen. The folder has the model and the former numbers of experts.

@@ -1,4 +1,4 @@
-"""``l0prune export``: cut the closed slots out, prove it, write the files."""
+"""``l0prune export``: cut closed slots, certify the result, write the files."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def export(
     of_onnx |= {"beside": model if timed else None}
     with shown(err):
         files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
-        # ONNX files of parts leave out the code between them.
+        # ONNX files of parts lack the code between the parts.
         for ending in endings + [STATE] * (state or small.in_parts):
             files += small.save(f"{stem}{ending}", model=built_by)
         loads = folders(small, pretrained, vllm, built_by, code=code)
@@ -181,7 +181,7 @@ def _check_flags(*, half_io: bool, code: bool) -> None:
 
 
 def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
-    """Say what was written, and what loads it, unless all is said in JSON."""
+    """Print the written files and how to load them, unless the output is JSON."""
     if not json:
         say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))
 
@@ -189,14 +189,14 @@ def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
 def folders(
     small: l0prune.Export, pretrained: Path | None, vllm: Path | None, spec: str, code: bool = False
 ) -> str:
-    """Write the folders that are asked for, and return what loads them."""
+    """Write the requested folders, and return texts on how to load them."""
     said = [small.save_pretrained(pretrained, model=spec, code=code)] if pretrained else []
     said += [small.save_vllm(vllm)] if vllm else []
     return "\n".join(said)
 
 
 def _choose_exits(small: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
-    """Choose when exits answer, for a tolerance or a budget as a text."""
+    """Choose the thresholds of exits, for a tolerance or a budget given as text."""
     name, _, value = asked.partition("=")
     if name.strip() == "tolerance":
         return l0prune.choose_exits(small, held_out, tolerance=value)
@@ -211,7 +211,7 @@ def _examples(
     path: Path,
     trust_pickle: bool,
 ) -> Any:
-    """Return the data source that an option needs."""
+    """Load the data source whose examples an option needs."""
     missing = f"{option} needs examples: give --data mnist, imagefolder:DIR or file.py:function"
     return load_data(*recorded_data(data, root, info, path, trust_pickle, missing))
 
@@ -219,7 +219,7 @@ def _examples(
 def _write_report(
     small: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
 ) -> str:
-    """Write the report into the folder of the model's run, or else beside the files."""
+    """Write the report into the folder of the model's run, or without one beside the files."""
     from l0prune.report.collect import add_time, add_trainings
     from l0prune.report.content import Fit
     from l0prune.report.report import trainings_in
@@ -240,7 +240,7 @@ def _write_report(
 
 
 def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
-    """Return the spec that the file's model was built by, if its code may be run; else empty."""
+    """Return the spec that built the file's model, if its code may be run; else empty."""
     from l0prune.files.consent import check_consent
 
     spec = str(info.get("model") or "")
@@ -255,7 +255,7 @@ def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
 def _stem(out: Path | None, path: Path, source: Origin | None) -> Path:
     """Return the path of the files without their endings: ``model`` for ``model.onnx``.
 
-    It is ``model.small`` where the network was made from ``model.onnx`` itself.
+    It is ``model.small`` if the network was read from ``model.onnx`` itself.
     """
     own = output_path(None, str(path), "")
     if source is not None and Path(source.file).resolve() == Path(f"{own}{ONNX}").resolve():

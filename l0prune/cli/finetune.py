@@ -87,7 +87,7 @@ def finetune(
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         model = l0prune.load(path, trust_pickle=trust_pickle)
         words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
-        needs = training_settings.get("learn") != "gates"  # which learn the model's own answers
+        needs = training_settings.get("learn") != "gates"  # gates alone learn the model's outputs
         named = spec, root, model, words
         source = world.first_then_all(lambda: load_data(*named, labelled=needs))
         known = source if hasattr(source, "train") else None

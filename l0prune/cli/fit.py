@@ -27,7 +27,7 @@ from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
-_TESTED = 10_000  # examples at most, as many as ``auto`` looks at
+_TESTED = 10_000  # largest number of test examples, as for ``auto``
 
 
 Budget = Annotated[
@@ -118,7 +118,7 @@ def fit(
         how = _GATES if divides else score
         scores = _scores(model, how, source, batches, seed, of_data["loss"])
         by_data: dict[str, Any] = {"data": source, "compensate": True} if compensate else {}
-        if tells:  # which branches go
+        if tells:  # the data decides which branches are removed
             by_data = {"data": source, "loss": of_data["loss"]}
         counts = l0prune.fit(model, budget or None, scores, **request, **by_data)
         after = _tested(model, source, **of_data) if before else {}
@@ -136,7 +136,7 @@ def fit(
 def _scores(
     model: Any, how: str, source: Any, batches: int | None, seed: int, loss: str | None
 ) -> Any:
-    """Return the scores of this name; None for what the gates have learned."""
+    """Return the scores of this name; None for the state that the gates have learned."""
     if how == _GATES:
         return None
     if how == _AUTO and source is None:
@@ -146,7 +146,7 @@ def _scores(
 
 
 def _tested(model: Any, source: Any, loss: str | None, metric: str | None) -> dict[str, float]:
-    """Return loss and metric on test data, and of how many examples; empty where there is none."""
+    """Return loss, metric and number of test examples; empty without test data or on errors."""
     from l0prune.data.dataset import sampled  # loads torch, as do the next ones
     from l0prune.running.evaluate import evaluate_task
     from l0prune.running.task import Task, is_split
@@ -166,7 +166,7 @@ def _tested(model: Any, source: Any, loss: str | None, metric: str | None) -> di
 
 
 def _change(before: dict[str, float], after: dict[str, float]) -> str:
-    """Describe what a fit has done to the metric, or to the loss where there is none."""
+    """Describe the change of the metric by a fit, or of the loss if there is none."""
     from l0prune.training.history import measured  # loads torch
 
     was, now = (", ".join(measured(found)) for found in (before, after))
@@ -174,7 +174,7 @@ def _change(before: dict[str, float], after: dict[str, float]) -> str:
 
 
 def _shown(limit: str, amount: float) -> str:
-    """An amount in the unit of its measure."""
+    """Format an amount in the unit of its measure."""
     from l0prune.plan.limits import limits  # loads torch
     from l0prune.plan.measures import kind_of
 

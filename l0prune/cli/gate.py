@@ -1,4 +1,4 @@
-"""``l0prune survey`` and ``l0prune gate``: what could be cut, and gates on it."""
+"""``l0prune survey`` and ``l0prune gate``: list the possible cuts, and add gates."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _gate(kind: str, settings: list[str] | None) -> Any:
 
 
 def _origin(spec: str, named: dict[str, Any]) -> dict[str, str]:
-    """Return what builds the model again, and what was named of its data, for its file."""
+    """Return the model's spec and the names of its data, to be stored in its file."""
     from l0prune.files.user_code import is_rebuildable  # loads torch
 
     if named["data_root"]:
@@ -193,7 +193,7 @@ def _origin(spec: str, named: dict[str, Any]) -> dict[str, str]:
 def _extended(
     module: Any, example: Any, input_gates: list[str] | None, exits: list[str] | None
 ) -> Any:
-    """Return the network with input gates and early exits, where these are asked for."""
+    """Return the network with input gates and early exits, if requested."""
     if input_gates:
         module = l0prune.add_input_gates(module, *example, **_of_input_gates(input_gates))
     if exits:
@@ -211,7 +211,7 @@ def _said(result: dict[str, Any]) -> str:
 
 
 def _of_input_gates(given: list[str]) -> dict[str, Any]:
-    """Return what a number and paths of blocks say to ``add_input_gates``."""
+    """Convert a number and paths of blocks to the arguments of ``add_input_gates``."""
     targets = [number for each in given if (number := _number(each)) is not None]
     if len(targets) > 1:
         raise UsageError(f"--input-gates has two shares, {targets[0]:g} and {targets[1]:g}")
@@ -227,7 +227,7 @@ def _number(text: str) -> float | None:
 
 
 def _summary(model: Any, found: l0prune.Survey) -> dict[str, Any]:
-    """Return the gates of a model, and its size before they close."""
+    """Return the kind and counts of a model's gates, and the model's size before any closes."""
     from l0prune.gating.kinds.base import gate_to_dict
     from l0prune.plan.branch import KIND
 

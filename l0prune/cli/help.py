@@ -1,4 +1,4 @@
-"""Layout of ``--help``: what a command does, its options in groups, three examples."""
+"""Layout of ``--help``: description of a command, its options in groups, examples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-_EXAMPLES = "\n\nExamples:\n"  # what follows in a command's docstring has a line for each
-# The options of each group, by parameter names; the last one has all others.
+_EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
+# Options of each group, by parameter name; the last group has all others.
 _GROUPS = {
     "Model and data": (
         "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
@@ -40,14 +40,14 @@ _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help has groups and examples."""
+    """Command whose help has groups of options, and examples."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         text, _, self.examples = inspect.cleandoc(kwargs.pop("help", "") or "").partition(_EXAMPLES)
         super().__init__(*args, help=text, **kwargs)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then each group of options that has any."""
+        """Write the arguments, then each non-empty group of options."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in ("Arguments", *_GROUPS)}
         for each in self.get_params(ctx):
             if (row := each.get_help_record(ctx)) is not None:
@@ -62,7 +62,7 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(found)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples, each on a line of its own."""
+        """Write the examples, one per line."""
         if self.examples:
             with formatter.section("Examples"):
                 for line in inspect.cleandoc(self.examples).splitlines():

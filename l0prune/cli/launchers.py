@@ -15,19 +15,19 @@ from typing import Any, ClassVar, Protocol
 from l0prune.data.image_folder import usable_cpus
 from l0prune.errors import UsageError, first_line
 
-_GRACE = 30.0  # seconds in which a run that is told to stop writes its checkpoint
+_GRACE = 30.0  # seconds in which a stopped run may write its checkpoint
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, run where the sweep was started; its output is added to the file ``log``."""
+    """Command line, run in the sweep's working directory; the output is appended to ``log``."""
 
     words: tuple[str, ...]
     log: str
     folder: str = field(default_factory=os.getcwd)
 
     def __call__(self) -> int:
-        """Run it to its end, or until this process is interrupted; return its exit code."""
+        """Run the command until it ends or this process is interrupted; return the exit code."""
         process = self.begin()
         try:
             return process.wait()
@@ -36,7 +36,7 @@ class CommandLine:
             raise
 
     def begin(self, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start it in a session of its own, so that Ctrl-C stops it only through the sweep."""
+        """Start the command in a new session, so that Ctrl-C stops it only through the sweep."""
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 self.words,
@@ -50,8 +50,8 @@ class CommandLine:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Let a command write its checkpoint and end; one that does not is killed."""
-    process.terminate()  # what a shell has put into the background may ignore SIGINT
+    """Terminate a command, which may write its checkpoint; kill it after ``_GRACE`` seconds."""
+    process.terminate()  # background processes of a shell may ignore SIGINT
     try:
         process.wait(_GRACE)
     except subprocess.TimeoutExpired:
@@ -60,41 +60,41 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class Job(Protocol):
-    """A command that was started."""
+    """Started command."""
 
     def poll(self) -> int | str | None:
-        """Return its exit code, None while it runs; of one that was lost, how, in words.
+        """Return the command's exit code, None while it runs, or how it was lost, in words.
 
-        Lost is what was killed, or whose machine went away.
+        A command is lost if it was killed or its machine failed.
         """
 
     def stop(self) -> None:
-        """End it, or tell it to."""
+        """Stop the command, or request that it stops."""
 
 
 class Launcher(Protocol):
-    """Something that starts commands.
+    """Launcher of commands.
 
     Attributes:
-        name: by which ``--on`` knows it.
-        jobs: commands at a time, at most.
+        name: value of ``--on`` for the launcher.
+        jobs: largest number of commands at a time.
     """
 
     name: ClassVar[str]
     jobs: int
 
     def __init__(self, folder: Path, jobs: int | None, options: Mapping[str, Any]) -> None:
-        """``folder`` is for its own files; without ``jobs`` it chooses how many there are."""
+        """Take a ``folder`` for the launcher's files; without ``jobs`` it chooses their number."""
 
     def start(self, command: CommandLine) -> Job:
-        """Start a command; it may wait its turn elsewhere."""
+        """Start a command, which may wait in a queue."""
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {}
 
 
 def register(kind: type[Launcher]) -> type[Launcher]:
-    """Add a launcher to those that ``--on`` takes, by its name."""
+    """Register a launcher for ``--on`` by its name."""
     LAUNCHERS[kind.name] = kind
     return kind
 
@@ -103,7 +103,7 @@ def launcher(name: str, folder: Path, jobs: int | None, options: Mapping[str, An
     """Return the launcher of this name.
 
     Raises:
-        UsageError: there is none, its package is not installed, or it cannot do so many jobs.
+        UsageError: there is none, its package is not installed, or ``jobs`` are too many for it.
     """
     if name not in LAUNCHERS:
         raise UsageError(f"there is no {name!r} to run on; there are {', '.join(LAUNCHERS)}")
@@ -117,10 +117,10 @@ def _killed(number: int) -> str:
 
 
 def _outcome(result: Callable[[], int]) -> int | str:
-    """Return the exit code that a job of a package has as its result, or how it was lost."""
+    """Return the exit code that is the result of a scheduler's job, or how the job was lost."""
     try:
         code = result()
-    except Exception as error:  # of the scheduler, of pickle, of the machine
+    except Exception as error:  # of the scheduler, of pickle, or of the machine
         return first_line(error)
     return _killed(-code) if code < 0 else code
 
@@ -149,9 +149,9 @@ class _Process:
 
 @register
 class Processes:
-    """Processes of this machine: each has its share of the cores, and a GPU where there are some.
+    """Launcher of processes on this machine, each with a share of the cores, and a GPU if any.
 
-    By default there are as many at a time as GPUs, or else as cores.
+    By default one runs per GPU, or without GPUs one per core.
     """
 
     name: ClassVar[str] = "processes"
@@ -175,7 +175,7 @@ class Processes:
         self._slots: list[_Process | None] = [None] * self.jobs
 
     def start(self, command: CommandLine) -> Job:
-        """Start it on cores, and a GPU, that no other run has."""
+        """Start the command on cores, and a GPU if any, of a free slot."""
         slot = next(
             number
             for number, job in enumerate(self._slots)
@@ -193,7 +193,7 @@ class Processes:
     def _started(
         self, command: CommandLine, environment: Mapping[str, str], slot: int
     ) -> subprocess.Popen[bytes]:
-        """Start it on its cores: whatever libraries do, their threads do not leave them."""
+        """Start the command bound to its slot's cores, which all threads of libraries inherit."""
         if not hasattr(os, "sched_setaffinity"):
             return command.begin(environment)
         cores = os.sched_getaffinity(0)
@@ -218,7 +218,7 @@ class _Submitted:
 
 @register
 class Submitit:
-    """Jobs of submitit: of Slurm where there is one, else of this machine."""
+    """Launcher of jobs by submitit: on Slurm if there is one, else on this machine."""
 
     name: ClassVar[str] = "submitit"
 
@@ -236,7 +236,7 @@ class Submitit:
         self.jobs = jobs or (usable_cpus() if is_here else sys.maxsize)
 
     def start(self, command: CommandLine) -> Job:
-        """Submit it."""
+        """Submit the command."""
         return _Submitted(self._executor.submit(command))
 
 
@@ -255,7 +255,7 @@ class _Task:
 
 @register
 class Ray:
-    """Tasks of a Ray cluster (``RAY_ADDRESS``), else of a Ray on this machine."""
+    """Launcher of tasks in a Ray cluster (``RAY_ADDRESS``), else in a Ray on this machine."""
 
     name: ClassVar[str] = "ray"
 
@@ -267,7 +267,7 @@ class Ray:
         self.jobs = jobs or sys.maxsize  # Ray lets tasks wait for cores
 
     def start(self, command: CommandLine) -> Job:
-        """Hand it to Ray."""
+        """Submit the command to Ray."""
         try:
             remote = self._ray.remote(**self._options)(_run)
         except (TypeError, ValueError) as error:

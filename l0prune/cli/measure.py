@@ -1,4 +1,4 @@
-"""``l0prune measure``: how many milliseconds a gated model takes at any widths."""
+"""``l0prune measure``: time a gated model at many widths, and write a latency table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def measure(
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
 ) -> None:
-    """Time the model at many widths, and write a table of what it takes at any.
+    """Time the model at many widths, and write a latency table of its time at any.
 
     A budget can then be in milliseconds. What was stopped goes on where it was, and more --samples
     go on from those that are timed (in MODEL.latency.times.json). For another device: --bundle DIR
@@ -133,7 +133,7 @@ def _timed(
     samples: int,
     seed: int,
 ) -> l0prune.LatencyTable:
-    """Make the table; what was timed for it is kept beside it."""
+    """Measure the table, and keep the timing results beside its file."""
     import shutil
 
     folder, kept = target.with_name(f"{target.name}.unfinished"), target.with_suffix(".times.json")
@@ -158,12 +158,12 @@ def _timed(
     return table
 
 
-_KNOWN = 0.01  # seconds; to time a network takes longer than to find that it was timed before
+_KNOWN = 0.01  # seconds: a network found in earlier results takes less, a timed one more
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show how many networks are timed, and the time left: live, or in a line now and then."""
+    """Show the number of timed networks and the remaining time: live, or in a few lines."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())

@@ -1,6 +1,6 @@
-"""Messages and exit codes: where errors become one sentence and results become text or JSON.
+"""Messages and exit codes of the command line: errors as a sentence, results as text or JSON.
 
-The stages of an export on stderr: live on a terminal, and a line for each that took long.
+Also the display of stages on stderr: live on a terminal, and a line for each long one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from l0prune.errors import L0pruneError, L0pruneWarning, StoppedElsewhere, Usage
 from l0prune.running.environment import is_first_process
 from l0prune.running.stages import Stage, watched
 
-# stdout carries results only; whatever else there is to say goes to stderr.
+# stdout is for results only; all other messages go to stderr.
 out = Console()
 err = Console(stderr=True)
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
-_INTERRUPTED = 130  # what typer, asked not to exit by itself, returns after Ctrl-C
+_INTERRUPTED = 130  # return value of typer after Ctrl-C if ``standalone_mode`` is False
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run a command; the exit code, with a message for whatever goes wrong."""
+    """Run a command and return its exit code, with a message for any error."""
     try:
         if command() == _INTERRUPTED:
             raise KeyboardInterrupt
     except typer.Exit as stop:
         return int(stop.exit_code)
     except StoppedElsewhere:
-        return FAILED  # the process that failed first has said why
+        return FAILED  # the process that failed first has reported the reason
     except UsageError as error:
         complain(str(error))
         return WRONG_USE
@@ -56,7 +56,7 @@ def run_command(command: Callable[[], Any]) -> int:
         complain("out of memory. A smaller --batch-size or a smaller --input may fit.")
         return FAILED
     except Exception as error:
-        # typer's own complaints about options; the class is click's or typer's, by version
+        # An error about options; by version the class is click's or typer's.
         show = getattr(error, "show", None)
         if show is not None and hasattr(error, "exit_code"):
             show()
@@ -68,7 +68,7 @@ def run_command(command: Callable[[], Any]) -> int:
 
 @contextmanager
 def own_warnings() -> Iterator[None]:
-    """Within the context, say each warning of l0prune once; those of libraries stay quiet."""
+    """Print each warning of l0prune once within the context, and none of other libraries."""
     said: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -85,13 +85,13 @@ def own_warnings() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """A message for the user on stderr; no markup, paths may hold brackets."""
+    """Print an error message on stderr, without markup, since paths may hold brackets."""
     err.print("[bold red]error:[/] ", end="")
     say(text)
 
 
 def unexpected(error: Exception) -> None:
-    """An error that no message was written for: one line, the trace only where asked for."""
+    """Print an unexpected error in one line, with the traceback only if L0PRUNE_DEBUG is set."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     complain(f"{type(error).__name__}: {error} ({place}). L0PRUNE_DEBUG=1 shows the whole trace.")
@@ -100,13 +100,13 @@ def unexpected(error: Exception) -> None:
 
 
 def say(text: str) -> None:
-    """A remark for a person, on stderr, without what a terminal would take for commands."""
+    """Print a message on stderr, with control characters replaced."""
     plain = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
     err.print("".join(plain), markup=False, highlight=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:
-    """The result on stdout: as JSON, or as ``show`` for people."""
+    """Print the result on stdout: as JSON, or ``show`` as readable text."""
     if as_json:
         print(json.dumps(result, indent=2))
     elif isinstance(show, str):  # whole lines, and paths may hold brackets
@@ -115,12 +115,12 @@ def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:
         out.print(show)
 
 
-LONG = 2.0  # seconds from which on a stage leaves a line
+LONG = 2.0  # seconds from which on a finished stage is printed
 
 
 @contextmanager
 def announced(say: Callable[[str], None]) -> Iterator[None]:
-    """Within the context a stage is said when it begins, unless it is part of another one."""
+    """Call ``say`` with each stage that begins in the context, except parts of another stage."""
     depth = 0
 
     def tell(stage: Stage) -> None:
@@ -135,7 +135,7 @@ def announced(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def shown(console: Console) -> Iterator[None]:
-    """Within the context the stages of the work are shown on this console."""
+    """Show the stages of the work on the console within the context."""
     live = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Inputs of a command, opened: models, example inputs, data, tokenizers, tables of times."""
+"""Loading of a command's inputs: models, example inputs, data, tokenizers, latency tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def open_model(
 
 
 def _about_named(spec: str, module: Any, weights: str | None) -> str:
-    """Describe a network of a package: outputs of its last layer, and its weights; else empty."""
+    """Describe a package's network by its last layer and weights; empty for other models."""
     package, _, name = spec.partition(":")
     if package not in ("torchvision", "timm", "transformers") or not name:
         return ""
@@ -74,8 +74,8 @@ def example_inputs(
 ) -> tuple[str | None, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return example inputs from ``--input``, else the first two of the data, else a guess.
 
-    They are positional and keyword arguments, after the text of them if they are made from one. A
-    batch of one is doubled: torch.export takes a size of one for a constant.
+    The result is their text, if they come from one, and positional and keyword arguments. A batch
+    of one is doubled: torch.export takes a size of one for a constant.
 
     Raises:
         UsageError: no input that the model runs on could be guessed.
@@ -111,7 +111,7 @@ def example_inputs(
 
 
 def _sides() -> list[int]:
-    """Return the side of the images that lie here, if they are squares of one size."""
+    """Return the side of the images in this folder, if they are squares of one size."""
     with suppress(UsageError):  # several folders of images are none
         folder = image_folder()
         if folder is not None and (side := side_of_images(folder)):
@@ -120,10 +120,10 @@ def _sides() -> list[int]:
 
 
 def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
-    """Return the table that is given, or the one beside the model where a budget needs it.
+    """Return the given latency table, or the one beside the model if a budget needs it.
 
     Raises:
-        FileError: it cannot be read.
+        FileError: the table cannot be read.
     """
     if given is None:
         beside = output_path(None, str(path), LATENCY)
@@ -134,10 +134,10 @@ def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | 
 
 
 def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:
-    """Read ``--dynamic`` into torch.export's format; else what the model's own file leaves free.
+    """Convert ``--dynamic`` to torch.export's format; by default the free dims of the model's file.
 
     Raises:
-        UsageError: it is not of the form input:dim=name.
+        UsageError: a value is not of the form input:dim=name.
     """
     found: dict[str, dict[int, str]] = {}
     for text in given or ():
@@ -160,12 +160,12 @@ def recorded_data(
     trust_pickle: bool,
     missing: str | None = NO_DATA,
 ) -> tuple[str | None, Path | None]:
-    """Return the data and their root: as given, of the file, of the project, or images here.
+    """Return data and root: as given, else of the file, else of the project, else images here.
 
     Raises:
-        FileError: the file names code or a folder of its own choice.
-        UsageError: no data is named, and there is no one folder of images, unless ``missing``, what
-            is said then, is None.
+        FileError: the file names code or a root folder, without consent.
+        UsageError: no data is named, and there is no single folder of images, unless ``missing``,
+            the message, is None.
     """
     asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
     if given is None and "data" in asked and not trust_pickle:
@@ -182,9 +182,9 @@ def recorded_data(
 
 
 def _images_here(info: dict[str, Any]) -> str | None:
-    """Return the spec of the images in this folder, of the size that a model takes, and say it.
+    """Return the spec of the images in this folder in the model's input size, with a message.
 
-    None where there are none, or where the file says that the model takes no square images.
+    None if there are none, or if by its file the model does not take square images.
     """
     known = info.get("preprocessing")
     sizes = known.get("input_size") if isinstance(known, dict) else None
@@ -201,10 +201,10 @@ def _images_here(info: dict[str, Any]) -> str | None:
 def recorded_tokenizer(
     given: str | None, info: dict[str, Any], path: Path, trust_pickle: bool
 ) -> str | None:
-    """Return the name of the tokenizer: as given, of the file, or of the project.
+    """Return the name of the tokenizer: as given, else of the file, else of the project.
 
     Raises:
-        FileError: the file names one that has to be fetched.
+        FileError: the file names a tokenizer that has to be downloaded, without consent.
     """
     name = info.get("tokenizer")
     if given is None and name is not None and not trust_pickle and not Path(str(name)).exists():
@@ -221,12 +221,12 @@ def load_data(
     *,
     labelled: bool = True,
 ) -> Any:
-    """Load the data source of this name, as ``l0prune.load_data``, and tell the user about it.
+    """Load the data source of this name, as ``l0prune.load_data``, and print its size.
 
-    None where none is named. The model may know its tokenizer.
+    None if none is named. The tokenizer may be found by the model.
 
     Raises:
-        DataError: it is inputs alone where labels are needed.
+        DataError: the source has inputs alone although labels are needed.
     """
     if spec is None:
         return None
@@ -249,7 +249,7 @@ def load_data(
 
 
 def _sized(source: Any) -> dict[str, Any]:
-    """Return the parts of a data source that say how many examples they have."""
+    """Return the parts of a data source whose number of examples is known."""
     parts = {"training": source.train, "test": source.test}
     return {name: part for name, part in parts.items() if hasattr(part, "batches")}
 
@@ -258,7 +258,7 @@ def preprocessing_in(info: dict[str, Any], path: Path) -> Any:
     """Return the preprocessing of images that a model file records, if any.
 
     Raises:
-        FileError: it is damaged.
+        FileError: the record is damaged.
     """
     from pydantic import ValidationError
 
@@ -284,13 +284,13 @@ def with_step(
     """Return the facts of a model file, with this command and the preprocessing of its data.
 
     Args:
-        info: what the file says that the command was given.
-        path: of that file; the command names it, also where it was found.
+        info: facts in the file that the command was given.
+        path: path of that file, which is added to the recorded command if it was found by default.
         source: the data, if any.
         more: arguments that came from elsewhere than the command line.
-        table: a latency table that the command used, whose own command comes before.
-        options: by name, with values that may have come from elsewhere; None for those that
-            nobody gave.
+        table: a latency table that the command used; the table's command is recorded before.
+        options: options by name, with values that may have come from elsewhere; None for those
+            without a value.
     """
     from l0prune.running.environment import command  # loads torch
 
@@ -310,7 +310,7 @@ def with_step(
 
 
 def with_commands(report: l0prune.Report, info: dict[str, Any]) -> l0prune.Report:
-    """Return the report with the commands that its model file records, the last one of the run."""
+    """Return the report with the commands recorded in its model file; the last is the run's."""
     *before, last = info["commands"]
     repeat = report.content.repeat.model_copy(update={"commands": before, "command": last})
     return l0prune.Report(report.content.model_copy(update={"repeat": repeat}))

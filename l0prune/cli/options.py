@@ -1,7 +1,4 @@
-"""Options that several commands share.
-
-Options of a command that are settings of training, made from where those are declared.
-"""
+"""Options that several commands share, and options generated from the settings of training."""
 
 from __future__ import annotations
 
@@ -114,7 +111,7 @@ def key_and_value(text: str, example: str, *, may_be_empty: bool = False) -> tup
     """Split KEY=VALUE, as ``--set``, ``--job`` and the overrides of a recipe take it.
 
     Raises:
-        UsageError: there is no key, or no value although there has to be one.
+        UsageError: there is no key, or no value although one is required.
     """
     key, equals, value = (each.strip() for each in text.partition("="))
     if not key.rpartition(".")[2] or not equals or not (value or may_be_empty):
@@ -123,7 +120,7 @@ def key_and_value(text: str, example: str, *, may_be_empty: bool = False) -> tup
 
 
 def toml_value(text: str) -> Any:
-    """Return a value as TOML reads it, or else the text."""
+    """Return the text parsed as a TOML value, or the text itself if it is none."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -131,7 +128,7 @@ def toml_value(text: str) -> Any:
 
 
 def key_values(texts: Sequence[str] | None, example: str) -> dict[str, Any]:
-    """Read KEY=VALUE of an option that is given several times, with values as TOML reads them.
+    """Parse the KEY=VALUE texts of a repeated option, with values as in TOML.
 
     Raises:
         UsageError: one of them has no key or no value.
@@ -141,8 +138,8 @@ def key_values(texts: Sequence[str] | None, example: str) -> dict[str, Any]:
 
 
 _FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of Python
-_REPEATED = {"budget", "measures"}  # options that may be given again
-_LISTS = {"bits"}  # options whose value is several numbers
+_REPEATED = {"budget", "measures"}  # options that may be repeated
+_LISTS = {"bits"}  # options whose value is a list of numbers
 _MORE = {
     "budget": "Several: give it again. With one λ is 0, unless --lambda is given",
     "bits": "Such as --bits 0,4,8",
@@ -150,10 +147,10 @@ _MORE = {
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for these settings, in the place of its parameter ``settings``.
+    """Replace a command's parameter ``settings`` by options for these settings.
 
-    What the user gave of them comes to the command as a dict, by the settings' names. What is
-    not given has no entry, so that defaults may come from elsewhere.
+    The command receives those that the user gave as a dict, by the settings' names. Others have no
+    entry, so that defaults may come from elsewhere.
     """
 
     def made(command: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +167,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
             settings |= dict.fromkeys(refused, False)
             command(**given, settings={k: v for k, v in settings.items() if v not in (None, [])})
 
-        # What typer reads.
+        # typer reads the signature and the annotations.
         run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
@@ -179,7 +176,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def _options(name: str) -> list[inspect.Parameter]:
-    """A setting as parameters that typer makes options of: one, or one with a ``--no-`` beside."""
+    """Return a setting's parameters for typer: an option, and maybe a second one with ``--no-``."""
     flags = (_FLAGS[name],) if name in _FLAGS else ()
     parser = _numbers if name in _LISTS else _plain_or_word if _has_words(name) else None
     option = typer.Option(*flags, help=_help(name), show_default=False, parser=parser)
@@ -197,7 +194,7 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _kind(name: str) -> Any:
-    """Type as which an option's text is read; the settings themselves check more."""
+    """Return the type that an option's text is parsed to; the settings check its value."""
     if name in _REPEATED:
         return list[str]
     if _has_words(name) or name in _LISTS:
@@ -207,7 +204,7 @@ def _kind(name: str) -> Any:
 
 
 def _has_words(name: str) -> bool:
-    """Return whether a setting may be a number, or true or false, or one of some words."""
+    """Return whether a setting may be a number or boolean, or one of several words."""
     kinds = types(Settings.model_fields[name])
     return not {int, bool}.isdisjoint(kinds) and any(get_origin(kind) is Literal for kind in kinds)
 
@@ -217,10 +214,10 @@ def _plain_or_word(text: str) -> int | bool | str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read whole numbers with commas or blanks between.
+    """Parse integers separated by commas or blanks.
 
     Raises:
-        ValueError: there is something else.
+        ValueError: the text has something else.
     """
     try:
         return [int(each) for each in text.replace(",", " ").split()]
@@ -229,7 +226,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _help(name: str) -> str:
-    """Description of a setting, and its default where there is one."""
+    """Return the description of a setting, and its default if there is one."""
     field = Settings.model_fields[name]
     text = ". ".join(filter(None, (summary(field), _MORE.get(name))))
     default = _shown(name, field.default)
@@ -237,7 +234,7 @@ def _help(name: str) -> str:
 
 
 def _shown(name: str, default: Any) -> str:
-    """A default as one would write it on the command line; empty where there is none."""
+    """Return a default as written on the command line; empty if there is none."""
     if isinstance(default, bool):
         return ("" if default else "no-") + name.replace("_", "-")
     if isinstance(default, float):

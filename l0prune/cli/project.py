@@ -1,4 +1,4 @@
-"""Facts of a folder: defaults in ``l0prune.toml``, its models, its images, names of its files."""
+"""Contents of the working folder: defaults in ``l0prune.toml``, models, images, file names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
 _IMAGES = {
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 }  # what torchvision reads
-_TAIL = 1 << 20  # bytes at the end of an ONNX file that are looked at for an export's facts
-_SAMPLE = 8  # images that are looked at for their size
+_TAIL = 1 << 20  # bytes at the end of an ONNX file that are searched for an export's facts
+_SAMPLE = 8  # images whose size is read
 _TEXTS = ("model", "input", "data", "data_root")
 _SETTINGS = "finetune"
 
 
 def defaults() -> dict[str, Any]:
-    """Return the options given once for all commands in this folder.
+    """Return the default options of all commands in this folder, from ``l0prune.toml``.
 
     Raises:
-        FileError: ``l0prune.toml`` cannot be read, or is no TOML.
-        UsageError: it says what is no default.
+        FileError: the file cannot be read, or is no TOML.
+        UsageError: an entry of the file is no default.
     """
     path = Path(DEFAULTS_FILE)
     if not path.exists():
@@ -58,7 +58,7 @@ def newest(*patterns: str, command: str) -> Path:
     """Return the newest file in this folder that matches any of the patterns.
 
     Raises:
-        UsageError: there is none; ``command`` is what makes one.
+        UsageError: there is none; the message names ``command``, which writes one.
     """
     found = [path for pattern in patterns for path in Path().glob(pattern) if path.is_file()]
     if not found:
@@ -69,9 +69,9 @@ def newest(*patterns: str, command: str) -> Path:
 
 
 def only_model() -> str | None:
-    """Return the one model file in this folder that no command has written; None without any.
+    """Return the only model file in this folder that no command has written; None without any.
 
-    An ONNX file is one where there is no file of torch's.
+    ONNX files count only if there is no file of torch.
 
     Raises:
         UsageError: there are several.
@@ -88,14 +88,14 @@ def only_model() -> str | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether an export has written this ONNX file: its last entries say what it proved."""
+    """Return whether an export has written this ONNX file, by the facts at the file's end."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         return b"l0prune." in file.read()
 
 
 def image_folder() -> Path | None:
-    """Return the one folder of images here; this folder where it has train and test itself.
+    """Return the only folder of images here, or this folder if it contains train and test.
 
     Such a folder has train and test (or val), or else at least two folders of images, one for
     each class.
@@ -133,7 +133,7 @@ def _images(folder: Path) -> Iterator[Path]:
 
 
 def side_of_images(folder: Path) -> int | None:
-    """Return the side of the images in a folder where they are squares of one size."""
+    """Return the side of the images in a folder if they are squares of one size, else None."""
     from PIL import Image
 
     sizes = set()
@@ -146,7 +146,7 @@ def side_of_images(folder: Path) -> int | None:
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:
-    """Return the path to write: ``out``, else here after the model's name: ``model.gated.pt``."""
+    """Return the path to write: ``out``, else the model's name with the suffix, in this folder."""
     if out is not None:
         return out
     kind, _, name = source.rpartition(":")

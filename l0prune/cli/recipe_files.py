@@ -1,4 +1,4 @@
-"""Recipes: TOML files that say how to get from data to a small ONNX file, and their schema."""
+"""Recipes: TOML files that describe a run from data to a small ONNX file, and their schema."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _checked(given: str | None, kind: str) -> str | None:
 class DataSection(_Section):
     """Data, loss and metric; paths are relative to the recipe.
 
-    With ``answers`` the targets are what the dense network answers (``with_pseudo_labels``), in the
+    With ``answers`` the targets are the dense network's outputs (``with_pseudo_labels``), in the
     precision in which the gates learn (``finetune.autocast``).
     """
 
@@ -81,11 +81,11 @@ class GateSection(_Section):
         try:
             return gate_of(self.kind, self.settings)
         except UsageError as error:
-            raise ValueError(str(error)) from error  # which pydantic reports with its place
+            raise ValueError(str(error)) from error  # pydantic reports it with its place
 
 
 def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of ``l0prune.finetune`` that make sense, so that no stage fails late."""
+    """Check settings of ``l0prune.finetune`` early, so that no later stage fails by them."""
     try:
         settings = current_names(settings)
         Settings.of(settings)
@@ -98,7 +98,7 @@ Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
 
 
 class FitSection(_Section):
-    """Gates close by a score, in one shot (``l0prune.score`` and ``l0prune.fit``)."""
+    """Options of closing gates by a score, in one shot (``l0prune.score``, ``l0prune.fit``)."""
 
     budget: str | list[str] | dict[str, Any]
     score: str = "magnitude"
@@ -109,7 +109,7 @@ class FitSection(_Section):
 
 
 class RoundSection(_Section):
-    """Gates are put on, learned and cut out; or closed by a score, and then nothing is learned."""
+    """Round of pruning: gates are added, learned (or closed by a score), and cut out."""
 
     gate: GateSection = Field(default_factory=GateSection)
     fit: FitSection | None = None
@@ -125,7 +125,7 @@ class RoundSection(_Section):
 
     @property
     def limited(self) -> set[str]:
-        """Names of the measures that its budget is about."""
+        """Names of the measures of the round's budget."""
         budget = self.finetune.get("budget") if self.fit is None else self.fit.budget
         return set() if budget is None else {limit.measure for limit in limits(budget)}
 
@@ -149,7 +149,7 @@ class LatencySection(_Section):
 class ExitsSection(_Section):
     """Early exits: options of ``add_exits`` and of ``choose_exits``.
 
-    A share ``held_out`` of the training examples is kept back, on which thresholds are chosen.
+    A share ``held_out`` of the training examples is held out, on which thresholds are chosen.
     """
 
     at: Annotated[int, Field(ge=1, le=MOST)] | list[str] = 2
@@ -170,7 +170,7 @@ class ExitsSection(_Section):
 
 
 class InputGatesSection(_Section):
-    """Channels that follow the input: options of ``add_input_gates``."""
+    """Input gates: options of ``add_input_gates``."""
 
     at: str | list[str] = "*"
     target: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -190,20 +190,20 @@ class ExportSection(_Section):
 
 
 class Recipe(RoundSection):
-    """All of a run.
+    """Whole recipe of a run.
 
     ``dense``, ``finetune`` and ``recover`` hold settings of ``l0prune.finetune``: for the network
-    before it is gated, for the gated one, and for the small one alone, where they are asked for.
-    What ``rounds`` cut beforehand makes the steps of the last round, the recipe's own, cheaper.
-    Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
-    measures more than the metric: of the dense network and the path of the ONNX file it returns
-    what is to be said, by name.
-    With ``input_gates`` channels of the network follow its input from the beginning, and there is a
-    second ONNX file that leaves out blocks where a block has a gate of its own.
+    before it is gated, for the gated one, and for the small one alone, if given.
+    ``rounds`` cut the network beforehand, which makes the steps of the last round, that of the
+    recipe itself, cheaper. If a stage distils, the dense network is the teacher. ``report`` is a
+    ``file.py:function`` for measurements beside the metric: given the dense network and the path
+    of the ONNX file, it returns them by name.
+    With ``input_gates`` the network has input gates from the beginning, and there is a second ONNX
+    file that skips blocks, if a block has a separate gate.
     With ``exits`` the network has early exits from the beginning, and there is a second ONNX file
-    that is left at the first one that is sure enough.
-    With ``latency`` the network of each round that could go by it is timed before its gates learn,
-    so that budgets may be in milliseconds.
+    that ends at the first exit that is sure enough.
+    With ``latency`` the network of each round that can use it is timed before its gates learn, so
+    that budgets may be in milliseconds.
     """
 
     name: str
@@ -240,7 +240,7 @@ class Recipe(RoundSection):
 
 
 def builtin() -> dict[str, Recipe]:
-    """Return the recipes that come with l0prune, by name."""
+    """Return the built-in recipes, by name."""
     return {path.stem: load(str(path), []) for path in sorted(RECIPES.glob("*.toml"))}
 
 
@@ -260,7 +260,7 @@ def find(name: str) -> Path:
 def load(name: str, overrides: Sequence[str]) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides to it.
 
-    ``section.key=`` leaves out what the recipe says there, so that the default counts.
+    ``section.key=`` removes the recipe's value, so that the default is used.
 
     Raises:
         FileError: the file cannot be read, or is no TOML.
@@ -307,9 +307,9 @@ def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection 
 
 
 def _placed(spec: str, folder: Path) -> str:
-    """Return the place of a Python file: beside the recipe, else here, else beside the built-in.
+    """Resolve a Python file: beside the recipe, else in the working directory, else built in.
 
-    So a copy of a built-in recipe finds the code that it names, wherever it lies.
+    So a copy of a built-in recipe in any folder finds the code that it names.
     """
     path, _, name = spec.rpartition(":")
     if not is_code(spec):

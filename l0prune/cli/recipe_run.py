@@ -43,17 +43,17 @@ from l0prune.selection import fitted
 def run(
     recipe: Recipe, folder: Path, data_root: str | None = None, *, report: bool = True
 ) -> dict[str, Any]:
-    """Run a recipe in ``folder``; stages that are done there are not done again.
+    """Run a recipe in ``folder``, skipping the stages that are already done there.
 
     With ``report``, ``report.html`` is written into the folder.
     Returns:
         Sizes, errors, the certificate, the files.
 
     Raises:
-        FileError: another process is at a run in the folder, or it cannot be made.
+        FileError: another process runs in the folder, or the folder cannot be created.
         UsageError: the folder holds a run of a different recipe.
         DataError: there is no test data.
-        L0pruneError: a stage failed; what earlier stages made stays.
+        L0pruneError: a stage failed; files of earlier stages are kept.
     """
     with claimed(folder), live_page(folder, recipe.name) if report else nullcontext():
         _write_recipe(folder, recipe)
@@ -61,7 +61,7 @@ def run(
 
 
 def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -> dict[str, Any]:
-    """Run all stages that are left, in a folder that is the recipe's."""
+    """Run all remaining stages in the recipe's folder."""
     with stage("loading the data"):
         source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
@@ -90,10 +90,10 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
 
 
 def _held_out(recipe: Recipe, data: Task) -> tuple[Task, Any]:
-    """Return the task without the examples on which thresholds are to be chosen, and those.
+    """Return the task without the held-out examples for choosing thresholds, and these.
 
     Raises:
-        DataError: the source is none that examples can be taken from.
+        DataError: no examples can be taken from the source.
     """
     if recipe.exits is None:
         return data, None
@@ -111,7 +111,7 @@ def _held_out(recipe: Recipe, data: Task) -> tuple[Task, Any]:
 def _input_gates(
     recipe: Recipe, tuned: nn.Module, small: Export, data: Task, folder: Path
 ) -> dict[str, Any]:
-    """Count what the gates open on the test data, and write the file that leaves out blocks."""
+    """Count the MACs under input gates on the test data, and write the file that skips blocks."""
     with stage("counting what input gates open"):
         found = l0prune.input_macs(tuned, data)
     file = None
@@ -126,7 +126,7 @@ def _input_gates(
 def _exits(
     recipe: Recipe, part: ExitsSection, small: Export, held_out: Any, data: Task, folder: Path
 ) -> dict[str, Any]:
-    """Choose when exits answer, write the file, and return what comes of it on the test data."""
+    """Choose the thresholds of exits, write the file, and return the results on the test data."""
     asked = part.model_dump(include={"criterion", "budget", "tolerance", "measure"})
     early = l0prune.choose_exits(small, held_out, **asked, loss=data.loss, metric=data.metric)
     file = early.save_onnx(folder / f"{recipe.name}.exits.onnx")
@@ -145,9 +145,9 @@ def _cut(tuned: nn.Module) -> Export:
 
 
 def _write_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe into the folder of its run, or refuse a folder of another recipe's.
+    """Write the recipe into the folder of its run, or refuse a folder of another recipe.
 
-    A run that failed before its first stage leaves nothing that another one could not use.
+    A folder of a run that failed before its first stage may be used by another recipe.
     """
     path = folder / "recipe.json"
     text = recipe.model_dump_json(indent=2)
@@ -163,7 +163,7 @@ def _write_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> nn.Module:
-    """Return the network to prune: as it comes, or trained first where the recipe says so."""
+    """Return the network to prune, trained first if the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
         model = load_model(recipe.model.source)
@@ -181,7 +181,7 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
 
 
 def _adapted(recipe: Recipe, model: nn.Module, data: Task) -> nn.Module:
-    """Return the network, with input gates and exits where the recipe asks for some."""
+    """Return the network with the input gates and exits of the recipe, if any."""
     if recipe.input_gates is None and recipe.exits is None:
         return model
     args, kwargs = as_arguments(example_inputs(data, 2))
@@ -195,13 +195,13 @@ def _adapted(recipe: Recipe, model: nn.Module, data: Task) -> nn.Module:
 
 
 def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:
-    """Return the training settings of a stage, which goes on where it was stopped."""
+    """Return the training settings of a stage, which resumes where it was stopped."""
     taught = {"teacher": copied(teacher)} if given.get("distill") else {}
     return {"out": out, "resume": True, "seed": recipe.seed, **taught, **given}
 
 
 def _weights(path: str | None, data_root: str | None) -> str | None:
-    """Return the path of the weights, its variables filled in; L0PRUNE_DATA is ``--data-root``."""
+    """Return the weights' path with variables substituted; L0PRUNE_DATA is ``--data-root``."""
     if path is None:
         return None
     known = {**os.environ, **({"L0PRUNE_DATA": data_root} if data_root else {})}
@@ -222,7 +222,7 @@ def _prune(
     data: Task,
     folder: Path,
 ) -> nn.Module:
-    """Gate a network and learn the gates, or fit them; files in the folder are not made again."""
+    """Gate a network and learn the gates, or fit them, unless the folder has the files."""
     gated, tuned = folder / "gated.pt", folder / "tuned.pt"
     folder.mkdir(exist_ok=True)
     if not gated.exists():
@@ -242,7 +242,7 @@ def _prune(
 
 
 def _latency_setting(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """Measure a latency table, where the recipe asks for one; return it as a setting."""
+    """Measure a latency table if the recipe has such a section; return it as a setting."""
     if recipe.latency is None:
         return {}
     path, asked = folder / "latency.json", recipe.latency
@@ -278,7 +278,7 @@ def _fit(
     seed: int,
     latency: l0prune.LatencyTable | None = None,
 ) -> dict[str, Any]:
-    """Fit the model, and say how its widths were chosen."""
+    """Fit the model, and return data on the choice of its widths."""
     with stage(f"the score {part.score}"):
         scores = l0prune.score(
             model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
@@ -301,8 +301,8 @@ def _fit(
 def _test(small: Export, file: Path, data: Task) -> dict[str, Any]:
     """Return the test metric of the module and of its file; without a metric the loss.
 
-    Of the file it is None where there are several, or where loss and metric do not take its
-    outputs, which are tensors by name; that is said in a warning.
+    For the file it is None if there are several, or, with a warning, if loss and metric do not take
+    its outputs, which are tensors by name.
     """
     found = l0prune.evaluate(small.module, data)
     key = data.metric_name if data.metric_name in found else LOSS
@@ -317,7 +317,7 @@ def _test(small: Export, file: Path, data: Task) -> dict[str, Any]:
 
 
 def _own_report(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
-    """Return the measurements of the recipe's own function."""
+    """Return the measurements of the recipe's ``report`` function."""
     if spec is None:
         return {}
     with stage("measuring what the recipe reports"):
@@ -340,7 +340,7 @@ def _export(
     *,
     report: bool,
 ) -> dict[str, Any]:
-    """Write the files, ``result.json`` and the report; sizes before are of the first round."""
+    """Write the files, ``result.json`` and the report, with sizes before the first round."""
     first, small = exports[0], exports[-1]
     history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
@@ -387,7 +387,7 @@ def _write_report(
     files: Sequence[Path],
     folder: Path,
 ) -> Path:
-    """Write ``report.html`` and ``report.json`` into the folder; ``tuned`` is of the last round."""
+    """Write ``report.html`` and ``report.json``; ``tuned`` is the network of the last round."""
     content = add_trainings(from_export(exports[-1], exports[0]), trainings_in(folder))
     fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
     metric = tested(content.gain.metric, result)
@@ -408,7 +408,7 @@ def _write_report(
 
 
 def _without_folders(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe without the folders of its Python files: pages are there to be mailed."""
+    """Return the recipe without the folders of its Python files, since pages may be shared."""
     data = recipe.model_dump(mode="json")
     for place, name in ((data["model"], "source"), (data["data"], "source"), (data, "report")):
         if place[name] is not None and is_code(place[name]):

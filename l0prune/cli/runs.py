@@ -1,4 +1,4 @@
-"""``l0prune run``, ``l0prune recipes`` and ``l0prune report``: whole runs, and their pages."""
+"""``l0prune run``, ``l0prune recipes`` and ``l0prune report``: runs of recipes, and reports."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def report(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Write the page of a run: what was gained, whether it is right, where it was taken, and how.
+    """Write the page of a run: gains, certificate, cuts by layer, and training curves.
 
     Of a folder of several runs it compares them. It is one file that needs no network, made from
     report.json alone, or from what an older run has left.

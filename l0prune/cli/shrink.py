@@ -1,4 +1,4 @@
-"""``l0prune shrink``: a network and some inputs in, a smaller network out, without labels."""
+"""``l0prune shrink``: make a network smaller from some of its inputs, without labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``l0prune sweep``: a recipe with the product of some settings, and their comparison."""
+"""``l0prune sweep``: run a recipe with all combinations of settings, and compare the runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sweep(
     report: options.WithReport = True,
     json: options.Json = False,
 ) -> None:
-    """Run a recipe with each combination of some settings, and compare what comes of it. Resumable.
+    """Run a recipe with each combination of some settings, and compare the runs. Resumable.
 
     Each run has a folder below --out; what is done there is not done again.
 
@@ -81,7 +81,7 @@ def sweep(
     points = sweep_grid.points(recipe, fixed, settings)
     target = folder or Path("sweeps") / base.name
     if jobs is None and where == "processes" and base.latency is not None:
-        jobs = 1  # what runs beside would be in the times
+        jobs = 1  # concurrent runs would distort the measured times
     with claimed(target):
         started = launcher(where, target, jobs, key_values(job, "timeout_min=60"))
         sweep_grid.record(target, base, settings)
@@ -105,7 +105,7 @@ def sweep(
 def _progress(
     points: Sequence[Point], folder: Path, last_line: Callable[[Path, Point], str]
 ) -> Iterator[tuple[Callable[[Point, Ending], None], Callable[[], None]]]:
-    """Show what runs and what it has said last; without a terminal a line for each end."""
+    """Show active runs with their last line of output; without a terminal a line per ended run."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
     live = Progress(*columns, TimeElapsedColumn(), console=err, disable=not err.is_terminal)
     whole = live.add_task("runs", total=len(points))
@@ -178,7 +178,7 @@ def _run(point: Point, ending: Ending, folder: Path) -> dict[str, Any]:
 
 
 def _over_seeds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each combination of the settings but the seed: mean and range of runs."""
+    """Return a row per combination of settings without the seed: mean and range of the runs."""
     from l0prune.cli.sweep_grid import SEED
 
     groups: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Grid of a sweep: the product of its settings, a folder for each point, and the sweep's record."""
+"""Grid of a sweep: the product of its settings, a folder per point, and the sweep's record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from l0prune.files.checked_json import read_json
 RECORD = "sweep.json"
 SEED = "seed"
 _BUDGET = "budget"
-# What stands between commas, where these are in no quotes and no brackets.
+# Value in a list with commas, which may hold commas in quotes or brackets.
 _VALUE = re.compile(r"""(?:[^,"'\[{]|"[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\})+""")
 
 
@@ -30,9 +30,9 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        name: of its folder, below that of the sweep.
-        settings: what is said in this run, by ``section.key``.
-        recipe: of this run.
+        name: name of the run's folder, below that of the sweep.
+        settings: settings of this run, by ``section.key``.
+        recipe: recipe of this run.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Point:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the settings as ``l0prune run`` takes them."""
+        """Settings as arguments of ``l0prune run``."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
     @property
     def dense(self) -> str | None:
-        """Return what decides the network that the recipe trains first; None if it trains none."""
+        """Key of the settings of the network that the recipe trains first; None if it has none."""
         if self.recipe.dense is None:
             return None
         return self.recipe.model_dump_json(include={"seed", "model", "data", "dense", "exits"})
@@ -88,7 +88,7 @@ def _values(text: str) -> list[str]:
 
 
 def _budgets(values: Sequence[str]) -> Iterator[str]:
-    """Yield budgets; one that is a number alone is of the measure of the one before it."""
+    """Yield budgets; a number alone takes the measure of the budget before it."""
     measure = ""
     for value in values:
         if "=" in value:
@@ -100,7 +100,7 @@ def points(name: str, overrides: Sequence[str], settings: Mapping[str, list[str]
     """Return all combinations of the settings, each with its recipe.
 
     Raises:
-        UsageError: a setting makes no sense; nothing has run then.
+        UsageError: a setting is not valid; nothing has run then.
     """
     combinations = [
         dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())
@@ -120,13 +120,13 @@ def _name(settings: Mapping[str, str]) -> str:
 
 
 def label(key: str, value: str) -> str:
-    """Return a setting for people: a budget, or the last part of a key and the value."""
+    """Return a short text of a setting: a budget, or the last part of a key and the value."""
     last = key.rpartition(".")[2]
     return value.strip("\"'") if last == _BUDGET else f"{last}={value}"
 
 
 def record(folder: Path, recipe: Recipe, settings: Mapping[str, list[str]]) -> None:
-    """Write what is swept into the folder, or go on with the sweep that is there.
+    """Write the sweep's record into the folder, or check that a record there is compatible.
 
     Settings may have more values than before.
 
@@ -147,7 +147,7 @@ def record(folder: Path, recipe: Recipe, settings: Mapping[str, list[str]]) -> N
 
 
 def _differences(before: Any, now: Mapping[str, Any]) -> list[str]:
-    """Return what a sweep says otherwise than the one before, in words."""
+    """Describe the incompatible differences of a sweep from its earlier record."""
     try:
         old, new = before["settings"], now["settings"]
         texts = [f"it has no {key}" for key in new if key not in old]

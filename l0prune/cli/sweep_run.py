@@ -1,4 +1,4 @@
-"""Runs of a sweep: what is left of it, some at a time, and how each ended."""
+"""Execution of a sweep's remaining runs, several at a time, and their final states."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from l0prune.files.checked_json import read_json
 from l0prune.report.report import RESULT
 from l0prune.training.history import NAME
 
-LOGS = "logs"  # a folder below that of the sweep, with what each run has said
-_DENSE, _TRAINING = "dense.pt", "dense"  # of a run: the network that is trained first
-_PAUSE = 0.2  # seconds between two looks
+LOGS = "logs"  # subfolder of the sweep with the output of each run
+_DENSE, _TRAINING = "dense.pt", "dense"  # in a run's folder: the network that is trained first
+_PAUSE = 0.2  # seconds between two polls
 
 State = Literal["running", "done", "failed", "lost"]
 
@@ -33,7 +33,7 @@ class Ending:
     """State of a run of a sweep.
 
     Attributes:
-        state: done with a result; failed by itself; or lost, since something ended it.
+        state: running; done with a result; failed; or lost, if it was ended from outside.
         reason: why there is no result.
     """
 
@@ -45,20 +45,20 @@ Tell = Callable[[Point, Ending], None]
 
 
 def result_of(folder: Path, point: Point) -> dict[str, Any] | None:
-    """Return the result of a run in the folder of the sweep; None where it has not ended."""
+    """Return the result of a run in the folder of the sweep; None if it has not ended."""
     path = folder / point.name / RESULT
     if not path.exists():
         return None
     try:
         found: dict[str, Any] = read_json(path)
     except FileError:
-        return None  # it is made anew
-    # Of early exits there is a result before they are chosen.
+        return None  # the run is repeated
+    # With early exits a first result is written before their thresholds are chosen.
     return found if point.recipe.exits is None or "exits" in found else None
 
 
 def last_line(folder: Path, point: Point) -> str:
-    """Return what a run has said last, or the error that it ended with."""
+    """Return the last line of a run's output, or the error that it ended with."""
     path = folder / LOGS / f"{point.name}.txt"
     try:
         with open(path, "rb") as log:
@@ -81,10 +81,10 @@ class Sweep:
 
     Args:
         points: all of the runs.
-        folder: of the sweep.
-        command: the words of the command that makes a run, for its point and folder.
-        launcher: where it goes.
-        tell: called when a run begins and ends.
+        folder: folder of the sweep.
+        command: function that returns the words of a run's command, for its point and folder.
+        launcher: launcher of the runs.
+        tell: called when a run begins and when it ends.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Sweep:
         self.endings: dict[str, Ending] = {}
 
     def run(self, look: Callable[[], None] = lambda: None) -> dict[str, Ending]:
-        """Make all runs that are not done; return how each ended, by the name of its folder.
+        """Execute all runs that are not done; return their endings, by name of the folder.
 
         Args:
-            look: called every now and then while runs go on.
+            look: called after each poll while runs go on.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; the runs were stopped.
@@ -149,13 +149,13 @@ class Sweep:
         self._tell(point, ending)
 
     def _may_begin(self, point: Point) -> bool:
-        """Return whether nobody trains the dense network of this run just now."""
+        """Return whether no running run is training the dense network of this one."""
         if point.dense is None or self._trained(point) is not None:
             return True
         return all(other.dense != point.dense for other, _ in self._running.values())
 
     def _trained(self, point: Point) -> Path | None:
-        """Return the folder of a run that has the trained dense network of this one."""
+        """Return a run's folder that has the trained dense network of this one; None without."""
         folders = (self._folder / each.name for each in self._points if each.dense == point.dense)
         return next((each for each in folders if (each / _DENSE).exists()), None)
 
@@ -173,7 +173,7 @@ class Sweep:
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
-        """Stop what runs where the context raises."""
+        """Stop all running runs if the context raises."""
         try:
             yield
         except BaseException:
@@ -183,8 +183,8 @@ class Sweep:
 
 
 def _copy_dense(source: Path, folder: Path) -> None:
-    """Copy the trained dense network, and what was measured while it learned, for the report."""
-    shutil.rmtree(folder / _TRAINING, ignore_errors=True)  # a training that has begun here
+    """Copy the trained dense network, and the history of its training for the report."""
+    shutil.rmtree(folder / _TRAINING, ignore_errors=True)  # of an unfinished training
     if (source / _TRAINING / NAME).exists():
         (folder / _TRAINING).mkdir()
         shutil.copyfile(source / _TRAINING / NAME, folder / _TRAINING / NAME)
@@ -194,7 +194,7 @@ def _copy_dense(source: Path, folder: Path) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Within the context SIGTERM and a closed terminal do what Ctrl-C does."""
+    """Treat SIGTERM and SIGHUP (a closed terminal) like Ctrl-C within the context."""
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {name: signal.signal(getattr(signal, name), _interrupt) for name in names}
     try:
@@ -211,7 +211,7 @@ def _interrupt(*_: Any) -> None:
 def run_words(
     recipe: Path, overrides: Sequence[str], data_root: Path | None, report: bool
 ) -> Callable[[Point, Path], list[str]]:
-    """Return what makes the words of the command for a point: ``l0prune run`` with its settings."""
+    """Return the function from a point to the words of its ``l0prune run`` command."""
     root = data_root or os.environ.get("L0PRUNE_DATA")
     options = [*(["--data-root", os.path.abspath(root)] if root else [])]
     options += [] if report else ["--no-report"]

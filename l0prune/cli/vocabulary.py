@@ -1,4 +1,4 @@
-"""``l0prune vocabulary``: a language model with the tokens alone that a text needs."""
+"""``l0prune vocabulary``: cut a language model's vocabulary to the tokens that a text needs."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def vocabulary(
 
 
 def _read(path: Path) -> list[int]:
-    """Return the ids in a file: numbers with spaces, lines or commas between them.
+    """Return the ids in a file: numbers separated by spaces, newlines or commas.
 
     Raises:
-        UsageError: it cannot be read, or holds something else.
+        UsageError: the file cannot be read, or holds something else.
     """
     try:
         words = path.read_text(encoding="utf-8").replace(",", " ").strip("[] \n").split()

@@ -1,4 +1,4 @@
-"""Data sources: what a model is trained and tested on."""
+"""Data sources for training and testing a model."""
 
 from l0prune.data.dataset import Data, Loaded, Split, Tensors
 

@@ -1,9 +1,9 @@
-"""Tokenizers of fewer tokens, as the JSON of the ``tokenizers`` library.
+"""Tokenizers with fewer tokens, as the JSON of the ``tokenizers`` library.
 
-A text whose tokens all stay is written with the same tokens as before. For WordPiece (the longest
-piece that fits comes first) and Unigram (the path of the largest score) that is so for any tokens
-that stay, as what was chosen among all is what is chosen among fewer. BPE also needs the tokens
-that a token is merged from: the same merges are then the first that apply.
+A text whose tokens are all kept is encoded as before. For WordPiece (the longest piece that fits
+comes first) and Unigram (the path of the largest score) this holds for any kept tokens: the best
+choice among all is also the best among fewer. BPE also needs the tokens that a token is merged
+from: the same merges are then the first that apply.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from l0prune.capture.configurations import quietly
 from l0prune.errors import UsageError
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # of a tokenizer that falls back to bytes
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # token of a byte, with ``byte_fallback``
 _MODELS = ("BPE", "WordPiece", "Unigram", "WordLevel")
 
 
 def backend_of(tokenizer: Any) -> Any:
-    """Return the ``tokenizers.Tokenizer`` that a tokenizer is, or works with.
+    """Return the ``tokenizers.Tokenizer`` behind a tokenizer, or itself if it is one.
 
     Raises:
-        UsageError: it works with none.
+        UsageError: there is none behind it.
     """
     found = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not (hasattr(found, "to_str") and hasattr(found, "encode_batch")):
@@ -42,18 +42,18 @@ def backend_of(tokenizer: Any) -> Any:
     return found
 
 
-# Files beside tokenizer.json from which a class of transformers would make the whole vocabulary.
+# Files from which a class of transformers would load the whole vocabulary again.
 _OTHERS = (".txt", ".model", ".tiktoken", "vocab.json", "merges.json", "added_tokens.json")
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def renewed(tokenizer: Any, backend: Any) -> Any:
-    """Return a tokenizer like this one that works with another ``tokenizers.Tokenizer``.
+    """Return a copy of the tokenizer on top of another ``tokenizers.Tokenizer``.
 
-    It has the settings of the first (its special tokens, its chat template).
+    It keeps the settings of the original (special tokens, chat template).
 
     Raises:
-        UsageError: transformers loads another one than was written.
+        UsageError: transformers loads another tokenizer than was written.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return backend
@@ -66,10 +66,10 @@ def renewed(tokenizer: Any, backend: Any) -> Any:
                 path.unlink()
         backend.save(str(Path(folder, _FILE)))
         settings = json.loads(Path(folder, _SETTINGS).read_text(encoding="utf-8"))
-        settings.pop("added_tokens_decoder", None)  # in the other file, too
+        settings.pop("added_tokens_decoder", None)  # is in tokenizer.json, too
         Path(folder, _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         for kind in (type(tokenizer), PreTrainedTokenizerFast):
-            with suppress(Exception):  # a class may want files that are not there any more
+            with suppress(Exception):  # a class may need files that were removed
                 found = kind.from_pretrained(folder)
                 if json.loads(found.backend_tokenizer.to_str()) == json.loads(backend.to_str()):
                     found.name_or_path = ""
@@ -82,19 +82,19 @@ def renewed(tokenizer: Any, backend: Any) -> Any:
 
 
 class CutTokenizer:
-    """Tokens of a tokenizer, which of them the others need, and the tokenizer of some of them.
+    """Cutter of a tokenizer's vocabulary: dependencies between tokens, choice, and cut.
 
     Attributes:
-        tokens: by id, what each token is; added ones included.
-        required: the ids without which it is none: special tokens, those that it puts around a
-            text, bytes, the unknown token.
+        tokens: text of each token by id, added tokens included.
+        required: ids that no cut may remove: special tokens, those that are put around a text,
+            bytes, the unknown token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Read a tokenizer, which stays as it is.
+        """Read a tokenizer without changing it.
 
         Raises:
-            UsageError: it works with no ``tokenizers.Tokenizer``, or one of another model.
+            UsageError: there is no ``tokenizers.Tokenizer`` behind it, or one of another model.
         """
         self._backend = backend_of(tokenizer)
         self._data: dict[str, Any] = json.loads(self._backend.to_str())
@@ -110,7 +110,7 @@ class CutTokenizer:
         self.required = frozenset(self._required())
 
     def count(self, texts: Iterable[str]) -> Counter[int]:
-        """Count the tokens of texts, without those that a tokenizer puts around them."""
+        """Count the tokens of texts, without special tokens around them."""
         backend = type(self._backend).from_str(self._backend.to_str())
         backend.no_truncation()
         backend.no_padding()
@@ -122,13 +122,13 @@ class CutTokenizer:
     def chosen(
         self, order: Iterable[int], size: int | None = None, more: Sequence[int] = ()
     ) -> list[int]:
-        """Choose the tokens that stay, each with those that it is made of.
+        """Choose the tokens to keep, each with the tokens that it needs.
 
         Args:
-            order: ids, the most wanted first.
-            size: how many stay; where ``order`` is too short, the first of the others. By default
-                all in ``order``, and what these need.
-            more: ids that stay beside those of ``required``.
+            order: ids, the most important first.
+            size: number of tokens to keep; if ``order`` is too short, the first others are added.
+                By default all in ``order``, and those that these need.
+            more: ids to keep beside those of ``required``.
 
         Returns:
             The ids, ascending.
@@ -152,7 +152,7 @@ class CutTokenizer:
         return sorted(kept)
 
     def needed_by(self, number: int) -> frozenset[int]:
-        """The token of this id with those that it is merged from, and the letters in it."""
+        """Return the id with the ids of the tokens that it is merged from and of its letters."""
         token = self.tokens[number]
         if token in self._added:
             return frozenset({number})
@@ -161,7 +161,7 @@ class CutTokenizer:
         return frozenset({number, *(self._ids[each] for each in names if each in self._ids)})
 
     def cut(self, kept: Sequence[int]) -> Any:
-        """Return the ``tokenizers.Tokenizer`` of these ids, numbered in their order.
+        """Return the ``tokenizers.Tokenizer`` of the kept ids, numbered in their order.
 
         Raises:
             UsageError: the library gives the tokens other numbers.
@@ -186,7 +186,7 @@ class CutTokenizer:
         return result
 
     def _of_model(self) -> dict[str, int]:
-        """Ids of the model's own tokens."""
+        """Return the ids of the model's tokens, without added ones, by token."""
         vocab = self._model["vocab"]
         if self._model["type"] != "Unigram":
             return dict(vocab)
@@ -204,12 +204,12 @@ class CutTokenizer:
             if self._model.get("unk_id") is not None:
                 yield self._model["unk_id"]
             scores = [score for _, score in self._model["vocab"]]
-            yield scores.index(min(scores))  # from which an unknown piece has its score
+            yield scores.index(min(scores))  # the score of unknown pieces derives from it
         yield from (self._ids[token] for token in self._bytes if token in self._ids)
 
     @cached_property
     def _bytes(self) -> frozenset[str]:
-        """Tokens of single bytes; none where the tokenizer does not go down to bytes."""
+        """Tokens of single bytes; empty if the tokenizer does not work on bytes."""
         if any(each.get("type") == "ByteLevel" for each in _objects(self._data)):
             from tokenizers.pre_tokenizers import ByteLevel
 
@@ -220,7 +220,7 @@ class CutTokenizer:
 
     @property
     def _ends(self) -> tuple[str, str]:
-        """Prefix of pieces that begin no word, and suffix of those that end one."""
+        """Prefix of pieces inside a word, and suffix of those at its end."""
         prefix, suffix = (
             self._model.get(f"{name}") or ""
             for name in ("continuing_subword_prefix", "end_of_word_suffix")
@@ -228,7 +228,7 @@ class CutTokenizer:
         return prefix, suffix
 
     def _letters(self, token: str) -> Iterator[str]:
-        """Tokens of single letters with which what the token was can be written without it."""
+        """Yield single-letter tokens by which a text with the token can be encoded without it."""
         prefix, suffix = self._ends
         bare = token.removeprefix(prefix).removesuffix(suffix)
         for letter in () if self._bytes else set(bare):
@@ -236,7 +236,7 @@ class CutTokenizer:
 
     @cached_property
     def _ranks(self) -> dict[tuple[str, str], int]:
-        """Order of the merges, by what they merge."""
+        """Rank of each merge, by the pair of tokens that it merges."""
         pairs = (
             tuple(each.split(" ") if isinstance(each, str) else each)
             for each in self._model["merges"]
@@ -244,10 +244,10 @@ class CutTokenizer:
         return {(first, second): rank for rank, (first, second) in enumerate(pairs)}
 
     def _merged_from(self, token: str) -> set[str]:
-        """Every token that BPE makes on its way to this one, letters included; none if it does not.
+        """Return all tokens, letters included, from which BPE merges this one; empty if it cannot.
 
-        A word that has the token in it goes the same way there: no merge reaches across its ends,
-        or it would not be a token of the word.
+        In a word with this token BPE does the same merges: none reaches across the token's ends, or
+        it would not be a token of the word.
         """
         prefix, suffix = self._ends
         starts = prefix if prefix and token.startswith(prefix) else ""
@@ -267,7 +267,7 @@ class CutTokenizer:
         return found if parts == [token] else set()
 
     def _cut_model(self, model: dict[str, Any], new: dict[int, int]) -> None:
-        """Leave of the model what makes the tokens that stay; in place."""
+        """Remove from the model, in place, the tokens and merges that are not kept."""
         if model["type"] == "Unigram":
             model["vocab"] = [each for old, each in enumerate(model["vocab"]) if old in new]
             if model.get("unk_id") is not None:
@@ -285,7 +285,7 @@ class CutTokenizer:
 
 
 def _objects(data: Any) -> Iterator[dict[str, Any]]:
-    """Every object in JSON data, but for the tokens of a model."""
+    """Yield every object in JSON data, except in a model's vocabulary and merges."""
     if isinstance(data, dict):
         yield data
         for name, value in data.items():
@@ -296,19 +296,19 @@ def _objects(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(processor: Any) -> Iterator[int]:
-    """Ids of the tokens that a tokenizer puts around a text."""
+    """Yield the ids of the tokens that a post-processor puts around a text."""
     for place in _places(processor):
         yield from (number for number in place if isinstance(number, int))
 
 
 def _renumber(processor: Any, new: dict[int, int]) -> None:
-    """Give what puts tokens around a text the new ids; in place."""
+    """Replace the ids in a post-processor by the new ones, in place."""
     for place in _places(processor):
         place[:] = [new[each] if isinstance(each, int) else each for each in place]
 
 
 def _places(processor: Any) -> Iterator[list[Any]]:
-    """The lists in which the ids are that are put around a text, maybe beside their tokens."""
+    """Yield the lists of a post-processor that hold ids, maybe beside their tokens."""
     for each in _objects(processor):
         yield from (each[name] for name in ("sep", "cls") if isinstance(each.get(name), list))
         if isinstance(each.get("special_tokens"), dict):

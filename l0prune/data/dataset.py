@@ -1,7 +1,7 @@
-"""Examples in memory or behind a loader, and the parts of a batch.
+"""Examples in memory or read by a DataLoader, and the parts of a batch.
 
-A generator reproduces their order. A batch is (inputs, targets), or a mapping that holds its
-targets as labels; inputs may be tensors in mappings and lists of any kind.
+A generator makes their order reproducible. A batch is (inputs, targets), or a mapping that holds
+its targets as labels; inputs may be tensors in mappings and lists of any kind.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.utils.data import (
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
 
-# What transformers' models take their targets as, and what data sets call them.
+# Names of the targets: that of transformers' models first, then that of data sets.
 LABELS = ("labels", "label")
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch; a mapping's targets are its labels, else all of it.
+    """Return inputs and targets of a batch; a mapping's targets are its labels, else the mapping.
 
     The labels stay among the inputs: a model may compute its loss from them.
     """
@@ -48,16 +48,16 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def without_labels(inputs: Any) -> Any:
-    """Return the inputs that are not targets."""
+    """Return the inputs without labels among them."""
     if not isinstance(inputs, Mapping):
         return inputs
     return {name: value for name, value in inputs.items() if name not in LABELS}
 
 
 def map_tensors(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
-    """Return a part of a batch in dicts and tuples, whatever mappings and lists it came in.
+    """Apply ``change`` to each tensor in a part of a batch; mappings and lists are converted.
 
-    A tokenizer's ``BatchEncoding`` is a dict afterwards. Each tensor goes through ``change``.
+    They become dicts and tuples; a tokenizer's ``BatchEncoding`` becomes a dict, too.
     """
     if isinstance(part, Tensor):
         return change(part)
@@ -83,23 +83,23 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 Batch = tuple[Any, Any]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
-Share = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
+Share = tuple[int, int]  # index from 0, and count, of equal parts of a batch
 WHOLE: Share = (0, 1)
 USUAL_BATCH_SIZE = 100
 
 
 def part_slice(examples: int, part: Share) -> slice:
-    """Return the place of a part; together all parts are the whole, in order.
+    """Return the slice of a part; all parts in order make the whole.
 
-    Where there are fewer examples than parts, some are empty: those borrow one example, which
-    counts for nothing, since whoever has the part may have to compute along.
+    With fewer examples than parts, some are empty: these borrow one example, of weight 0, since the
+    process that has the part may have to take part in collective operations.
     """
     start = part[0] * examples // part[1]
     return slice(start, start + max(1, part_length(examples, part)))
 
 
 def part_length(examples: int, part: Share) -> int:
-    """Return the number of examples of a part; 0 where it has to borrow one."""
+    """Return the number of examples of a part; 0 if it borrows one."""
     number, count = part
     return (number + 1) * examples // count - number * examples // count
 
@@ -120,21 +120,21 @@ class Split(Protocol):
         augment: bool = False,
         part: Share = WHOLE,
     ) -> Iterator[Batch]:
-        """Batches of inputs and targets on ``device``.
+        """Yield batches of inputs and targets on ``device``.
 
-        With a generator the order is shuffled by it and the last, smaller batch is left out
-        where there is a full one; without one every example comes once, in order. With
-        ``augment`` the examples are varied at random, by the same generator. Of each batch only
-        ``part`` is given (see ``share_of``); all parts together are what the whole would be.
+        A generator shuffles the order, and a last, smaller batch is left out unless it is the only
+        one; without a generator every example comes once, in order. With ``augment`` the examples
+        are varied at random, by the same generator. Of each batch only ``part`` is yielded (see
+        ``part_slice``); all parts together are the whole batch.
 
         Raises:
             DataError: an example cannot be read.
-            UsageError: the source has no way to augment.
+            UsageError: the source has no augmentation.
         """
         ...
 
     def example(self, count: int) -> Any:
-        """The inputs of the first ``count`` examples, on the CPU, never augmented."""
+        """Return the inputs of the first ``count`` examples, on the CPU, without augmentation."""
         ...
 
 
@@ -145,8 +145,8 @@ class Tensors:
     Attributes:
         inputs: ready for the model, shape (examples, …).
         targets: int64 class numbers, shape (examples, …), or numbers of any type.
-        augmentation: what varies a batch of inputs at random, if anything does.
-        usual_batch_size: examples a batch where nobody asks for a number.
+        augmentation: random augmentation of a batch of inputs, if any.
+        usual_batch_size: default number of examples per batch.
     """
 
     inputs: Tensor
@@ -193,7 +193,7 @@ class Tensors:
             if len(index) < min(batch_size, len(self)):
                 return
             batch = inputs.index_select(0, index)
-            if augmentation is not None:  # of the whole batch, so that parts differ
+            if augmentation is not None:  # draws for the whole batch, so that parts differ
                 batch = augmentation(batch, generator)
             rows = part_slice(len(index), part)
             yield batch[rows], targets.index_select(0, index[rows])
@@ -203,7 +203,7 @@ class Tensors:
         return self.inputs[:count].cpu()
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return all examples on the device, where they stay until another one is asked for."""
+        """Return all examples on the device, where they stay until moved to another one."""
         if str(device) not in self._moved:
             self._moved.clear()
             with torch.inference_mode(False):  # else no later training step could use them
@@ -217,9 +217,9 @@ class Loaded:
 
     Attributes:
         dataset: a map-style dataset of (inputs, target), or of mappings that hold their labels.
-        workers: processes that read; 0 to read in this one.
-        augmented: the same examples with random changes, if there are such.
-        collate: what makes a batch of a list of examples.
+        workers: worker processes that read; 0 to read in this process.
+        augmented: dataset of the same examples with random augmentation, if any.
+        collate: function that makes a batch of a list of examples.
     """
 
     dataset: Dataset
@@ -248,7 +248,7 @@ class Loaded:
         loader: DataLoader = DataLoader(
             _wanted(self.augmented, augment) or self.dataset,
             batch_sampler=_Parts(batches, part),
-            # A loader without one would draw from the global generator, that of the gates' noise.
+            # Else the loader would draw from the global generator, which the gates' noise uses.
             generator=generator or torch.Generator(),
             num_workers=self.workers,
             collate_fn=self.collate,
@@ -266,7 +266,7 @@ class Loaded:
 
 
 def sampled(split: Split, most: int) -> Split:
-    """Return a split of at most so many examples, drawn at random and always the same ones.
+    """Return a split of at most ``most`` examples, drawn at random with a fixed seed.
 
     Splits of other classes than those of this module are returned whole.
     """
@@ -277,7 +277,7 @@ def sampled(split: Split, most: int) -> Split:
 
 
 def chosen(split: Split, index: Tensor) -> Split:
-    """Return a split of the examples of these numbers; one of another class whole."""
+    """Return a split of the examples at these indices; splits of other classes whole."""
     if isinstance(split, Tensors):
         return replace(split, inputs=split.inputs[index], targets=split.targets[index])
     if isinstance(split, Loaded):
@@ -288,7 +288,7 @@ def chosen(split: Split, index: Tensor) -> Split:
 
 
 class _Parts(Sampler[list[int]]):
-    """Part of each batch, so that no process reads the examples of others."""
+    """Sampler of one part of each batch, so that no process reads the examples of others."""
 
     def __init__(self, batches: BatchSampler, part: Share) -> None:
         self._batches, self._part = batches, part
@@ -308,7 +308,7 @@ def _read(loader: DataLoader) -> Iterator[Batch]:
         except OSError as error:
             # A worker process sends its whole traceback, with the error itself at the end.
             failure = str(error).strip().splitlines()[-1]
-            # Its frames hold on to the workers, which end at once only if nothing does.
+            # Its frames reference the workers, which end at once only without references.
             traceback.clear_frames(error.__traceback__)
         else:
             yield batch
@@ -331,8 +331,8 @@ class Data:
 
     Attributes:
         name: as the user named it.
-        train: what is learned from; its length is N.
-        test: what is reported on.
+        train: training examples; their number is N.
+        test: test examples.
         classes: number of classes; 0 where the targets are no classes.
         preprocessing: of its images, for the report and the files; None where unknown.
     """
@@ -361,7 +361,7 @@ class Data:
         return len(self.train)
 
     def check_fits(self, outputs: int) -> None:
-        """Refuse a model with fewer outputs than there are classes.
+        """Refuse a model with fewer outputs than the data has classes.
 
         Raises:
             DataError: labels would exceed the model's classes.

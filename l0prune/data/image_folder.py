@@ -1,4 +1,4 @@
-"""Images in folders, one for each class, as a data source."""
+"""Data source of images in folders, one folder per class."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError
 
 _SIZE = 224
-_BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
+_BORDER = 256 / 224  # shorter side of a resized image over the side of its square crop
 _MOST_WORKERS = 8
-_WORTH_A_WORKER = 64  # images that take as long as another process takes to start
-_FIFTH = 5  # one in so many images is for the test where a folder does not say
+_WORTH_A_WORKER = 64  # images that take as long to read as a process takes to start
+_FIFTH = 5  # one in this many images is for the test if there is no test folder
 
 
 def image_folder(spec: str, rest: str) -> Data:
     """Return the images of ``DIR``, ``DIR:PIXELS`` or, in grey, ``DIR:1xPIXELS``.
 
-    They are in ``train`` and ``test`` or ``val``; where there is none of these, every fifth image
-    of each class is a test image. Images become squares of that size (224 where none is given) as
-    torchvision's networks take them: the shorter side is resized to 256/224 of it, and the middle
-    is cut out; see ``Preprocessing``. Augmented, training images are random parts of the
-    originals, resized to it, mirrored or not.
+    They are in ``train`` and ``test`` or ``val``; without any of these, every fifth image of each
+    class is a test image. Images become squares of that size (by default 224) as for torchvision's
+    networks: the shorter side is resized to 256/224 of it, and the center is cropped; see
+    ``Preprocessing``. Augmented training images are random crops of the originals, resized to that
+    size, mirrored or not.
     """
     found = re.fullmatch(r"(.+?)(?::(?:([13])x)?(\d+))?", rest, re.DOTALL)
     assert found is not None  # the rest is not empty
@@ -51,14 +51,14 @@ def image_folder(spec: str, rest: str) -> Data:
         train, augmented = Subset(train, learned), Subset(augmented, learned)
         test = Subset(test, held_back)
     workers = min(usable_cpus(), _MOST_WORKERS)
-    # Nothing random is done to test images, so that they may be read in this process.
+    # Reading test images draws no random numbers, so this process may read them.
     judge = Loaded(test, min(workers, len(test) // _WORTH_A_WORKER))
     learn = Loaded(train, workers, augmented)
     return Data(spec, learn, judge, classes, preprocessing)
 
 
 def _parts(folder: Path) -> list[Path]:
-    """Return the folders of training and test images, or the one that is to be divided."""
+    """Return the folders of training and test images, or a single folder to be split."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
     train, *tests = (folder / part for part in ("train", "test", "val"))
@@ -83,7 +83,7 @@ def _every_fifth(targets: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _imagenet_preprocessing(size: int, channels: int) -> Preprocessing:
-    """Return the preprocessing that torchvision's networks were trained with, at a size.
+    """Return the preprocessing of torchvision's ImageNet networks at a given size.
 
     Grey images take the mean of the three channels' means and deviations.
     """

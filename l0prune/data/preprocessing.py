@@ -14,7 +14,7 @@ from l0prune.files.checked_json import Strict
 
 
 class Preprocessing(Strict):
-    """All that is done to an image before a network sees it, at test time.
+    """Preprocessing of an image into a network's input, at test time.
 
     In this order: colours, resize, crop, pixel values over ``pixel_max``, minus ``mean``, over
     ``std``. Names are those of timm's data configuration, where it has them.
@@ -25,8 +25,8 @@ class Preprocessing(Strict):
         resize: pixels of the shorter side after resizing, the other side in proportion, rounded
             down; None where images keep their size.
         interpolation: of the resizing, as PIL does it (antialiased).
-        crop_pct: height that is cut out of the middle, over ``resize``.
-        crop_mode: place of what is cut out.
+        crop_pct: height of the crop, over ``resize``.
+        crop_mode: place of the crop.
         pixel_max: largest value of a pixel, which becomes 1.
         mean, std: mean and deviation of each channel, of values from 0 to 1.
     """
@@ -60,7 +60,7 @@ class Preprocessing(Strict):
         return T.Compose([resize, T.CenterCrop(self.input_size[1:]), *self.to_input()])
 
     def to_input(self) -> list[Any]:
-        """Return the last steps of ``transform``: bytes from 0 to 255 become the input."""
+        """Return the last steps of ``transform``, from bytes (0 to 255) to the input."""
         from torchvision import transforms as T
 
         return [T.ToTensor(), T.Normalize(self.mean, self.std)]
@@ -83,12 +83,12 @@ def _listed(numbers: Sequence[float]) -> str:
     return "(" + ", ".join(f"{number:g}" for number in numbers) + ")"
 
 
-# As CIFAR networks are trained, and as far as digits may be off the middle.
+# Pixels: the usual border for CIFAR, and a narrower one for digits, which are centred.
 _BORDER, _NARROW_BORDER = 4, 2
 
 
 def shifted_and_mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to 4 pixels over a border of zeros, and mirrored or not.
+    """Shift each image at random by up to 4 pixels, padding with zeros, and mirror it or not.
 
     Shape: ``(n, channels, height, width)``, in and out.
     """
@@ -99,7 +99,7 @@ def shifted_and_mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to 2 pixels; what comes in is like the edge.
+    """Shift each image at random by up to 2 pixels, padding with edge pixels.
 
     Shape: ``(n, channels, height, width)``, in and out.
     """
@@ -108,7 +108,7 @@ def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _window(images: Tensor, border: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw for each image the rows and the columns of a padded one that it is to show."""
+    """Draw for each image the rows and columns of a random crop of the padded image."""
     count, _, height, width = images.shape
     rows, columns = (
         _draw(count, 2 * border + 1, generator).to(images.device)
@@ -123,7 +123,7 @@ def _draw(count: int, below: int, generator: torch.Generator) -> Tensor:
 
 
 def _cut_out(padded: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Cut rows, ``(n, height)``, and columns, ``(n, width)``, out of each padded image."""
+    """Crop each padded image to its rows, ``(n, height)``, and columns, ``(n, width)``."""
     which = torch.arange(len(padded), device=padded.device)[:, None, None]
     chosen = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]
     return chosen.permute(0, 3, 1, 2).contiguous()

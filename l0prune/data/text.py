@@ -1,4 +1,4 @@
-"""Text for language models: files, tokenized and cut into windows of one length."""
+"""Text for language models: files, tokenized and cut into windows of equal length."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from l0prune.errors import DataError, UsageError, first_line
 
 WINDOW = 1024
 SUFFIX = ".txt"
-_HELD_OUT = 8  # every eighth file, or the last eighth of the windows of fewer files
-_BETWEEN = "\n\n"  # two texts
-_PROBE = "a"  # around it a tokenizer puts the tokens that it puts around every text
+_HELD_OUT = 8  # for the test: every eighth file, or the last eighth of the windows of fewer files
+_BETWEEN = "\n\n"  # separator of two texts
+_PROBE = "a"  # text that is tokenized to find the special tokens around every text
 
 Tokenizer = Callable[..., Any]
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int = WINDOW) -> Tensor:
-    """Tokenize texts and cut them, one after another, into windows.
+    """Tokenize the concatenated texts and cut them into windows.
 
     Every window begins and ends with the tokens that the tokenizer by default puts around a text
-    (such as BOS, or [CLS] and [SEP]) and is full, so that there is no padding: what is left over
-    at the end is dropped. Texts are a blank line apart.
+    (such as BOS, or [CLS] and [SEP]) and is full, so that there is no padding: the remainder at the
+    end is dropped. A blank line separates texts.
 
-    Shape: ``(windows, length)``, int64; one shorter window where there is not enough text for one.
+    Shape: ``(windows, length)``, int64; a single shorter window if the text does not fill one.
     """
     before, after = _around(tokenizer)
     inner = length - len(before) - len(after)
@@ -61,10 +61,10 @@ def _ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
 
 
 def source_of(spec: str) -> tuple[list[Path], int] | None:
-    """Return the paths and the window of a text source; None where the spec is no such source.
+    """Return the paths and window length of a text source; None if the spec is none.
 
-    It is ``text:PATH``, or a path alone where that ends in ``.txt`` or is a folder that holds such
-    files; two of them with a comma; each with ``:512`` after it for windows of 512 tokens.
+    A text source is ``text:PATH``, or a path alone if it ends in ``.txt`` or is a folder with such
+    files; or two of them with a comma; each followed by ``:512`` for windows of 512 tokens.
     """
     named, _, size = spec.rpartition(":")
     rest, length = (named, int(size)) if named and size.isdecimal() else (spec, WINDOW)
@@ -80,7 +80,7 @@ def _is_text(path: Path) -> bool:
 
 
 def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Return the windows to learn from and those to test on.
+    """Return the training windows and the test windows.
 
     Args:
         paths: two files or folders, one for each part; or one: a folder with ``train`` and
@@ -99,7 +99,7 @@ def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Te
 
 
 def _parts(paths: Sequence[Path]) -> list[list[Path]]:
-    """Return the files of the training and of the test part, which may be none."""
+    """Return the files of the training and of the test part; the latter may be empty."""
     if len(paths) == 2:
         return [_files(path) for path in paths]
     (path,) = paths
@@ -143,7 +143,7 @@ def _read(files: Sequence[Path]) -> list[str]:
 
 
 def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all windows but the last eighth of them, and that."""
+    """Split windows into all but the last eighth, and the last eighth."""
     if len(rows) < 2:
         raise DataError(
             f"the text fills only one window of {rows.shape[1]} tokens, so that none is left to "
@@ -154,7 +154,7 @@ def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
-    """Return a tokenizer: itself, of a name or folder, or that which belongs to a model.
+    """Return a tokenizer, given itself, a folder or name, or the model that it belongs to.
 
     Args:
         given: a tokenizer; a folder, a ``.gguf`` file or a name, as transformers'
@@ -180,7 +180,7 @@ def tokenizer_of(given: Any) -> Tokenizer:
     is_gguf = path.suffix == ".gguf"
     name, more = (path.parent, {"gguf_file": path.name}) if is_gguf else (given, {})
     options = {"trust_remote_code": False, **more}
-    options["local_files_only"] = is_model  # a file of a model does not say what is fetched
+    options["local_files_only"] = is_model  # a model's file must not decide what is downloaded
     try:
         found: Tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:

@@ -26,12 +26,12 @@ def capture_parts(network: Network) -> Network:
 
 @stage("capturing the model")
 def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
-    """The model's parts, the whole with a free batch size where that finds the same plan.
+    """Capture the model's parts and infer plans, with a free batch if its plan fits the gates.
 
-    With ``frees_batch`` a free batch size is tried, which takes twice as long and more.
+    With ``frees_batch`` a free batch is tried for a whole model; it takes at least twice as long.
 
     Raises:
-        CaptureError: torch.export can no longer follow it.
+        CaptureError: torch.export can no longer follow the model.
         UsageError: the model has changed since it was gated.
     """
     plain, example, gated_by = network.plain, network.example, network.plan
@@ -59,14 +59,14 @@ def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
 
 
 def _captures(network: Network, frees_batch: bool) -> Iterator[Captured]:
-    """Captures of the whole model to try, one after the other."""
+    """Yield captures of the whole model to try in turn."""
     if frees_batch:
         yield with_free_batch(network.plain, network.example, network.free)
     yield capture(network.plain, *network.example)
 
 
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
-    """Give a plan the switches of the gates' plan, its groups, and no dims alike if it has none."""
+    """Give a plan the switches and groups of the gates' plan, and no ``alike`` if that has none."""
     plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
     plan = replace(plan, together=gated_by.together, allowed=gated_by.allowed)
     return plan if gated_by.alike else replace(plan, alike=())

@@ -1,8 +1,8 @@
 """Public export: from a gated model to a smaller one, as lists of passes over one value.
 
-Each pass takes a ``Network`` and gives one, and has a file of its name or of what it works on. The
-first list needs no capture; where it shows no model to be right, the second begins anew. The only
-way out is a comparison: ``verify_class`` or ``verify``.
+Each pass takes a ``Network`` and returns one, and is in a file named after it or after its subject.
+The first list needs no capture; where it proves no model right, the second starts again. Each list
+ends in a comparison: ``verify_class`` or ``verify``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates, asked_of
 from l0prune.running.device import device_of
 
-BY_PLAN: tuple[Pass, ...] = (  # of the gates: for models that keep their own class
+BY_PLAN: tuple[Pass, ...] = (  # by the gates' plan: for models that keep their own class
     select,
     check_class_alone,
     slice_by_plan,
@@ -74,7 +74,7 @@ def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
         return _exported(model, gated, bank, verify)
     except torch.OutOfMemoryError as error:
         said = first_line(error)
-    raise L0pruneError(_on_memory(gated, said))  # by now what was made is let go of
+    raise L0pruneError(_on_memory(gated, said))  # outside except: its tensors are freed by now
 
 
 def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -> Export:

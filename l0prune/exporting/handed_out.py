@@ -1,4 +1,4 @@
-"""The module that is handed out, looked at: what it holds, multiplies and answers."""
+"""Record of the exported module's tensors, MACs and output, to detect later changes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
-_SAME = 1e-6  # of the output's scale in float32: one module asked twice
+_SAME = 1e-6  # of the output's scale in float32: one module run twice
 _SINGLE = torch.float32
 
 
 @dataclass(frozen=True)
 class HandedOut:
-    """The module of an export as it was made.
+    """Record of an export's module as it was made.
 
     Attributes:
-        example: what it was run on.
-        tensors: those of its state_dict, which it does not share.
-        answer: what it computed in float32; None where it could not be run.
-        macs: multiply-accumulates of that for one example, as torch counts them.
+        example: the inputs that it was run on.
+        tensors: copies of the tensors of its state_dict.
+        answer: its output in float32; None if it could not be run.
+        macs: multiply-accumulates of that run for one example, as torch counts them.
         device: on which it was run.
     """
 
@@ -45,13 +45,13 @@ class HandedOut:
     @classmethod
     @stage("running the smaller model")
     def of(cls, module: nn.Module, example: Inputs, state: Mapping[str, Tensor]) -> HandedOut:
-        """Look at a module; ``state`` has copies of its tensors on the CPU, as far as known."""
+        """Record a module; ``state`` has known copies of its tensors on the CPU, for reuse."""
         device = device_of(module)
         answer, macs = run_counted(module, example, device)
         return cls(example, _snapshot(module, state), answer, macs, device)
 
     def check_sizes(self, module: nn.Module) -> None:
-        """Raise UsageError where the module has other tensors than were exported."""
+        """Raise UsageError if names or shapes of the module's tensors differ from the record."""
         now = module.state_dict()
         names = [*self.tensors, *(name for name in now if name not in self.tensors)]
         for name in names:
@@ -68,7 +68,7 @@ class HandedOut:
                 )
 
     def has_changed(self, module: nn.Module) -> bool:
-        """Check whether the module holds other values than then, or computes something else."""
+        """Return whether the module's tensors or its output differ from the record."""
         for name, tensor in module.state_dict().items():
             if not _is_same(tensor.detach().cpu(), self.tensors[name]):
                 return True
@@ -77,7 +77,7 @@ class HandedOut:
 
 
 def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
-    """Count the parameters that a module holds, but for ``unused`` ones and gates of its own."""
+    """Count the module's parameters, without ``unused`` ones and gates."""
     gates = {
         id(p) for each in module.modules() if isinstance(each, Gates) for p in each.parameters()
     }
@@ -89,7 +89,7 @@ def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
 
 
 def run_counted(module: nn.Module, example: Inputs, device: torch.device) -> tuple[Any, float]:
-    """Return what a module computes in float32 on a device, and its MACs for one example."""
+    """Run a module in float32 on a device; return its output and its MACs for one example."""
     with FlopCounterMode(display=False) as counter:
         try:
             answer = output_of(placed(lent(module, _SINGLE), device).eval(), example, _SINGLE)
@@ -99,7 +99,7 @@ def run_counted(module: nn.Module, example: Inputs, device: torch.device) -> tup
 
 
 def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of a module's tensors; those of the state serve where they are the same."""
+    """Return copies of a module's tensors, reusing those of ``state`` that are equal."""
     found: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
         known, own = state.get(name), tensor.detach().cpu()
@@ -109,7 +109,7 @@ def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _is_same(some: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors hold the same; nan is the same as nan."""
+    """Check that two tensors have equal dtype, shape and values; nan equals nan."""
     if (some.dtype, some.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(some, other) or bool(

@@ -1,8 +1,8 @@
-"""A gated model at fewer slots, in place, while it goes on learning; and whole again.
+"""Reversible in-place cut of a gated model to fewer slots during training.
 
-Nothing is folded: the gates of the slots that are left multiply what they did, so that the next
-step of any optimizer is that of the whole model whose other gates are closed. Parameters and
-buffers stay the objects that they were; what is cut off them is kept as it was.
+Nothing is folded: the gates of the remaining slots still multiply the same tensors, so that the
+next step of any optimizer equals that of the whole model with the other gates closed. Parameters
+and buffers stay the same objects; the values cut off are stored unchanged.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from l0prune.gating.multiplying import LINK
 from l0prune.infer.parts import Parts
 
 PASSES = (check_class_alone, slice_by_plan, resize_class, drop_branches, verify_class)
-# One example and several, and the several in training mode: each runs on the host while steps wait.
+# Several examples, also in training mode, and one; few, since training waits for each forward.
 _BATCHES = (2, 1)
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Form:
-    """A gated model's own class at fewer slots, as the passes of an export make it.
+    """Changes that cut a gated model's own class to fewer slots, found by the passes of an export.
 
     Attributes:
-        kept: the slots that are left, bool, shape ``(plan.size,)``.
+        kept: the slots that stay, bool, shape ``(plan.size,)``.
         changes: attributes that follow the sizes.
-        layers: by path, the modules that need more than that.
-        scales: by parameter, what it is multiplied with beside its gates.
-        emptied: tensors of which nothing is left, since only branches need them that are gone.
+        layers: changes of modules that need more than that, by path.
+        scales: factors of parameters beside their gates, by name.
+        emptied: tensors left without elements, since only removed branches need them.
     """
 
     kept: Tensor
@@ -61,19 +61,19 @@ class Form:
 
 
 class Graph:
-    """A gated model's graph, captured when it is first asked for: training does not change it."""
+    """Cache of a gated model's graph, captured on first use: training does not change it."""
 
     def __init__(self) -> None:
         self._parts: Parts | None = None
 
     def of(self, network: Network) -> Parts:
-        """The model as it is captured, without its weights, which are not kept for that.
+        """Return the captured model, without its weights to save memory.
 
         Raises:
             L0pruneError: it can no longer be captured.
         """
         if self._parts is None:
-            # what is gone of a graph does not depend on the batch
+            # the removed nodes of a graph do not depend on the batch
             self._parts = surveyed(network, frees_batch=False)
             for part in self._parts.found:
                 part.analysis.captured.program.state_dict.clear()
@@ -81,16 +81,16 @@ class Graph:
 
 
 def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
-    """The form of a gated model, whole so far, of which all other slots are closed.
+    """Find the form that cuts an uncut gated model to the ``kept`` slots; all others are closed.
 
     Args:
-        model: gated; it is left as it is.
-        kept: as ``plan.kept`` gives it, bool, flat.
-        graph: of the model, for ways around branches that are gone.
+        model: gated; it is not changed.
+        kept: as ``plan.kept`` returns it, bool, flat.
+        graph: of the model, to find the modules to skip for removed branches.
 
     Raises:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
-        L0pruneError: the model cannot be copied, or what it computes cannot be told.
+        L0pruneError: the model cannot be copied, or captured.
     """
     network = replace(copies_of(model), compared_in=BOTH[:1], batches=_BATCHES)
     chosen = KeptSlots(network.plan, network.z, kept)
@@ -116,7 +116,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
 
 @dataclass(frozen=True)
 class _Before:
-    """State of a module beside its tensors; of its class the part that can be pickled."""
+    """State of a module before the cut, without tensors; its class as picklable parts."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -127,25 +127,25 @@ class _Before:
 
 
 class Cut:
-    """A gated model that was cut in place, and what is needed to make it whole.
+    """Cut of a gated model in place, with all that ``undo`` needs.
 
     Attributes:
-        kept: the slots that are left, bool, flat.
-        places: by a tensor's first name in the model, where it was cut.
-        whole: by the same, what it was, on the CPU.
+        kept: the slots that stay, bool, flat.
+        places: remaining positions of each cut tensor, by its first name in the model.
+        whole: uncut values of these tensors, on the CPU, by the same names.
         gained: names of tensors that only the cut model has.
     """
 
     def __init__(self, model: nn.Module, form: Form) -> None:
-        """Cut the model; all or nothing.
+        """Cut the model; on any error it is restored.
 
         Raises:
-            UsageError: its tensors are not those that it was gated with, or the forward of a
-                module that has to change was replaced on the module itself.
+            UsageError: its tensors have other shapes than when it was gated, or a module that has
+                to change has a ``forward`` set on the instance.
         """
         self._root, self._gates = holder(model)
         self.kept = form.kept
-        self._first: dict[str, str] = {}  # of every name of a tensor that is cut
+        self._first: dict[str, str] = {}  # first name by every name of a cut tensor
         self.places = self._found(form)
         self._check(form)
         tensors = self._tensors()
@@ -165,11 +165,11 @@ class Cut:
             raise
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The model's tensors that are cut, by first name."""
+        """Return the tensors to cut, or cut, by first name."""
         return {name: t for name, t in _stored(self._root) if name in self.places}
 
     def by_id(self) -> dict[int, Place]:
-        """Places at which tensors are cut, by the ids that they keep throughout."""
+        """Return the places of the cut tensors by ``id``, which a cut does not change."""
         return {id(tensor): self.places[name] for name, tensor in self._tensors().items()}
 
     def _found(self, form: Form) -> dict[str, Place]:
@@ -208,7 +208,7 @@ class Cut:
             _put_data(tensor, place.cut(tensor.data), None if grad is None else place.cut(grad))
 
     def _stop(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let no gradient be waited for where nothing is left: replicas would, for ever."""
+        """Turn off ``requires_grad`` of empty parameters: DDP would wait for their gradients."""
         for name, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
                 continue
@@ -250,7 +250,7 @@ class Cut:
     def _gate_again(
         self, module: nn.Module, own: type[nn.Module], scales: Mapping[str, Scale]
     ) -> None:
-        """Let it read its parameters as they are to be read, now that it is of this class."""
+        """Gate a module again that has become of class ``own``, with scales for its parameters."""
         link: Link | None = module.__dict__.get(LINK)
         link = link or Link(self._gates, {}, {})
         sites, lists = link.sites, link.lists
@@ -262,7 +262,7 @@ class Cut:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Make the model whole: what was cut off comes back as it was, its gates closed."""
+        """Make the model whole: restore all that was cut off, with its gates closed."""
         for before in reversed(self._before):
             _restore(before)
         self._before = []
@@ -280,21 +280,21 @@ class Cut:
 
     @torch.no_grad()
     def in_whole(self, name: str, small: Tensor) -> Tensor:
-        """A tensor of the model's, as it would be in the whole one; on the device of ``small``."""
+        """Return a model tensor's values at the whole shape, on the device of ``small``."""
         first = self._first.get(name)
         if first is None:
             return small
         return self.places[first].put(small, self.whole[first].to(small.device, small.dtype))
 
     def left(self, name: str, whole: Tensor) -> Tensor:
-        """Rest of a tensor of the model's; itself, if it does not have the whole's shape."""
+        """Return a model tensor's remaining part; ``whole`` itself if not of the whole shape."""
         first = self._first.get(name)
         if first is None or whole.shape != self.places[first].shape:
             return whole
         return self.places[first].cut(whole)
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """Cut a tensor that the model is to have; what is cut off is kept for its end."""
+        """Cut a new value for a model tensor; the whole is stored for ``undo``."""
         left = self.left(name, whole)
         if left is not whole:
             self.whole[self._first[name]] = whole.detach().to("cpu", copy=True)
@@ -302,10 +302,10 @@ class Cut:
 
 
 def _put_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
-    """Let a tensor be of another size.
+    """Replace a tensor's data by data of another size, and its gradient.
 
-    Whoever holds a loss holds the node that adds to the gradient, and that is made for one size.
-    torch makes another where the dtype changes.
+    A live loss holds the tensor's AccumulateGrad node, which is made for one size; torch makes a
+    new node if the dtype changes, so an empty tensor of another dtype is set in between.
     """
     tensor.grad = None
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
@@ -315,7 +315,7 @@ def _put_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
 
 
 def _grad_of(place: Place, small: Tensor) -> Tensor:
-    """The gradient of a whole tensor, of which there is one of what is left."""
+    """Return the gradient at the whole shape from that of the cut tensor, zero elsewhere."""
     if small.layout == torch.strided:
         return place.put(small)
     return place.put(small.to_dense()).to_sparse(small.sparse_dim())  # of an embedding
@@ -338,16 +338,16 @@ def _restore(before: _Before) -> None:
 
 
 def _reclassed(form: Form) -> Iterator[str]:
-    """Paths of the modules that become of another class."""
+    """Yield the paths of modules whose class changes."""
     yield from (path for path, layer in form.layers.items() if layer.kind)
     yield from (path for path, attributes in form.changes.items() if GIVEN in attributes)
 
 
 def _scales(root: nn.Module, form: Form) -> dict[str, dict[str, Scale]]:
-    """Factors that parameters are read with, by path and name.
+    """Return the factors applied when parameters are read, by path and name.
 
     Raises:
-        UsageError: what would have to be scaled is no parameter.
+        UsageError: a tensor that would have to be scaled is no parameter.
     """
     found: dict[str, dict[str, Scale]] = {}
     for path, layer in form.layers.items():
@@ -365,7 +365,7 @@ def _scales(root: nn.Module, form: Form) -> dict[str, dict[str, Scale]]:
 
 
 def _stored(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that the model's modules hold, but for its gates."""
+    """Yield all tensors that the model's modules hold, by name, except those of its gates."""
     for path, module in root.named_modules(remove_duplicate=False):
         if not isinstance(module, Gates):
             for leaf, tensor in tensors_of(module):

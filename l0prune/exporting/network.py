@@ -1,4 +1,4 @@
-"""Value that every pass of an export takes and gives: a gated model on its way to a smaller one."""
+"""State that every pass of an export takes and returns: the gated model and results so far."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from l0prune.running.device import check_values, device_of, exact_device
 
 
 class NotThisWay(Exception):
-    """Raised by a pass where the passes that it is one of lead to no right model."""
+    """Raised by a pass when its list of passes cannot produce a proven model."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A gated model in eval mode, and what the passes so far have made of it.
+    """Gated model in eval mode with the results of the passes so far.
 
-    It is on its own device, where that knows float64, else on the CPU.
+    It is on the model's device, if that supports float64, else on the CPU.
 
-    A pass gives back another one with more of these set (``dataclasses.replace``).
+    A pass returns a copy with more attributes set (``dataclasses.replace``).
 
     Attributes:
-        gated: a copy of it around its own weights, which nobody may write into.
-        plain: another one, without its gates.
-        plan: where its gates act.
-        z: their values in float64, flat, on the CPU, so that the certificate sees the cut and not
-            the rounding of a fold.
-        example: inputs in the model's dtype, or as they were given where it has several.
+        gated: a copy of the user's model that shares its weights, which nobody may write into.
+        plain: another copy, without gates.
+        plan: where the gates act.
+        z: values of the gates in float64, flat, on the CPU, so that the certificate measures the
+            cut and not the rounding of a fold.
+        example: inputs in the model's dtype, or as they were given if it has several dtypes.
         dtypes: of the model's tensors.
-        free: sizes of its inputs that are free beside the batch.
-        sizes: such as it takes.
-        compared_in: dtypes in which it is compared.
-        batches: sizes of batches on which its own class is compared; those of an export if empty.
-        asked: what the gated model has answered, so that it need not run twice on one input.
-        parts: set by ``capture_parts``: its graphs with their plans; None without a capture.
+        free: input sizes that are free beside the batch.
+        sizes: values of the free sizes that the model takes.
+        compared_in: dtypes of the comparisons.
+        batches: batch sizes on which the own class is compared; those of an export if empty.
+        asked: cache of the gated model's answers, so that it does not run twice on one input.
+        parts: set by ``capture_parts``: captured graphs with their plans; None without a capture.
         chosen: set by ``select``: the slots that stay, on the axes of ``parts.plan`` or ``plan``.
         by_part: set by ``select``: the same on the axes of each part, by path.
         tensors: set by ``slice_tensors`` and ``slice_by_plan``: the cut tensors in float64, by
-            name; from ``verify`` on as the smaller model has to have them.
+            name; from ``verify`` on with the scales of the small model.
         graphs: set by ``slice_graphs``: the captured parts at the new sizes, by path.
-        narrow: set by ``slice_graphs``: makes of its inputs those of the smaller model.
-        classes: set by ``resize_class`` and ``drop_branches``: what its own class may be at the
+        narrow: set by ``slice_graphs``: converts inputs to those of the small model.
+        classes: set by ``resize_class`` and ``drop_branches``: candidates for the own class at the
             new sizes, the best first.
         module: set by ``verify``, as all that follows: the small model, of its own class or with
             its captured graphs.
-        answers: what each part of the gated model computes on what it was given, by path.
+        answers: outputs of each part of the gated model on its inputs, by path.
         checks: the comparisons, all of which passed.
-        comparisons: whether each part could be of its own class, by path.
+        comparisons: verdict on the own class of each part, by path.
         changes: attributes of the own class that follow the new sizes.
-        layers: what its layers become that need more than that, by path.
-        scales: what parameters were multiplied with beside their gates, by name.
-        dropped: parameters in whose place the module has zeros.
+        layers: changes of layers that need more than that, by path.
+        scales: factors of parameters beside their gates, by name.
+        dropped: parameters that the module has zeros instead of.
     """
 
     gated: nn.Module
@@ -119,7 +119,7 @@ class Network:
 
     @property
     def gone(self) -> list[str]:
-        """The branches that are left out, by name."""
+        """The removed branches, by name."""
         return [branch.name for branch in self.selected.gone]
 
 
@@ -127,16 +127,16 @@ Pass = Callable[[Network], Network]
 
 
 def run(passes: Iterable[Pass], network: Network) -> Network:
-    """Let the passes follow one another; ``NotThisWay`` where one of them leads no further."""
+    """Run the passes in order; a pass may raise ``NotThisWay``."""
     for each in passes:
         network = each(network)
     return network
 
 
 def attempt(passes: Iterable[Pass], network: Network) -> Network | None:
-    """Let the passes follow one another; None where one of them leads no further.
+    """Run the passes in order; return None if one raises ``NotThisWay``.
 
-    By then all that they made is let go of, as it would not be while an exception is handled.
+    On return their results are freed, which a traceback would keep while an exception is handled.
     """
     try:
         return run(passes, network)

@@ -1,4 +1,4 @@
-"""Notes on the programs and files of an export: what they take, and what they need."""
+"""Notes on the programs and files of an export: inputs that they take, and requirements."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FROM_TWO = "the model's forward treats a single example in another way"
 
 
 def notes_on_files(made: Whole | InParts, module: nn.Module) -> list[str]:
-    """Return what is to be known of programs and files; the module is what they are made of."""
+    """Return the notes on programs and files made from ``module``, some of them empty."""
     on_model = (_note_on_sizes(made), _note_on_objects(made), _note_on_draws(made.pieces))
     return [_note_on_batches(made.pieces), *on_model, _note_on_pickles(module)]
 
 
 def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
-    """Note on the batches that programs and files take."""
+    """Note on batch sizes that programs and files are limited to."""
     lines = []
     for piece in pieces:
         is_limited = piece.batches != ANY if piece.path else piece.takes != str(ANY)
@@ -57,7 +57,7 @@ def _note_on_pickles(module: nn.Module) -> str:
 
 
 def _note_on_objects(made: Whole | InParts) -> str:
-    """Return what programs make of inputs that are objects; empty where there are none."""
+    """Return a note on how programs flatten object inputs; empty without such inputs."""
     if isinstance(made, InParts) or not holds_objects(made.example):
         return ""
     return (
@@ -68,7 +68,7 @@ def _note_on_objects(made: Whole | InParts) -> str:
 
 
 def _note_on_sizes(made: Whole | InParts) -> str:
-    """Note on sizes that were to be free and are not, or only from some size on."""
+    """Note on sizes requested as free that are fixed, or free only from 2 on."""
     if isinstance(made, InParts) or not made.free:
         return ""
     (piece,), lines = made.pieces, []
@@ -88,7 +88,7 @@ def _note_on_sizes(made: Whole | InParts) -> str:
 
 
 def _note_on_draws(pieces: Sequence[ExportedPart]) -> str:
-    """Return the note on a model that draws random numbers; empty where it does not."""
+    """Return a note on random numbers drawn in eval mode; empty if there are none."""
     nodes = (node for piece in pieces for node in piece.program.graph.nodes)
     found = dict.fromkeys(called(node) for node in nodes if draws(node))
     if not found:

@@ -1,4 +1,4 @@
-"""Any model that l0prune reads or writes, as a module that can be evaluated."""
+"""Loading of any model that l0prune reads or writes as a module for evaluation."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from l0prune.files.smaller_model import is_smaller_model
 from l0prune.files.tensor_file import is_tensor_file, read_texts
 
 ONNX, PROGRAM = ".onnx", ".pt2"
-ON_CPU = (ONNX, PROGRAM)  # such files run where they were made for
+ON_CPU = (ONNX, PROGRAM)  # files that run on the CPU only
 
 
 def opened(spec: str, *, trust_pickle: bool = False) -> nn.Module:
-    """The model in a file or a folder, or of a name.
+    """Load the model of a file, a folder or a name.
 
     Args:
         spec: an ONNX file, a program (``.pt2``), a gated model, a smaller one (a folder, a state),
             a pickled module, or a name, as ``load_model`` takes it.
-        trust_pickle: see ``load_model``; programs are read with it only.
+        trust_pickle: see ``load_model``; required for programs.
 
     Raises:
-        FileError: it is missing, damaged, or not to be trusted.
-        UsageError: it names nothing.
+        FileError: the file is missing, damaged, or not trusted.
+        UsageError: the name is unknown.
     """
     path = Path(spec)
     if path.suffix == ONNX:
@@ -48,7 +48,7 @@ def opened(spec: str, *, trust_pickle: bool = False) -> nn.Module:
 
 
 class Outputs(dict[str, Tensor]):
-    """Several outputs: by name, as an attribute, or by number."""
+    """Outputs of an ONNX file by key, attribute or index."""
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -72,12 +72,12 @@ class OnnxFile(nn.Module):
         try:
             self._session = session_of(str(path))
             self.facts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-        except Exception as error:  # of many classes of its own
+        except Exception as error:  # ONNX Runtime has many classes
             raise FileError(f"ONNX Runtime cannot open {path}: {first_line(error)}") from error
         self._path = path
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
-        """The file's output, or ``Outputs`` where it has several.
+        """Return the file's output, or ``Outputs`` if it has several.
 
         Raises:
             DataError: the inputs are not those that the file takes.
@@ -100,7 +100,7 @@ class OnnxFile(nn.Module):
         return values[0] if len(values) == 1 else Outputs(zip(names, values, strict=True))
 
     def _fitted(self, wanted: Any, tensor: Tensor) -> np.ndarray:
-        """The tensor in the type that the file takes; DataError where its shape or kind differ."""
+        """Convert a tensor to the file's input type; DataError if shape or kind do not fit."""
         sizes, shape = list(wanted.shape), tuple(tensor.shape)
         fits = [a == b or not isinstance(a, int) for a, b in zip(sizes, shape, strict=False)]
         kind = np.dtype(_TYPES.get(wanted.type, "object"))
@@ -128,7 +128,7 @@ _TYPES = {
 
 
 class _Program(nn.Module):
-    """A ``torch.export`` program; its graph has one mode, and refuses to be asked for another."""
+    """Module around a ``torch.export`` program; its graph raises on ``train()`` and ``eval()``."""
 
     def __init__(self, path: Path, trust: bool) -> None:
         super().__init__()
@@ -141,10 +141,10 @@ class _Program(nn.Module):
         try:
             with muted():  # torch logs a traceback before it raises
                 program = torch.export.load(path)
-        except Exception as error:  # a damaged archive makes any of them
+        except Exception as error:  # a damaged archive may raise any class
             raise FileError(f"{path} is damaged: {first_line(error)}") from error
-        self._graph = (program.module(),)  # in a tuple: no submodule, so that modes pass it by
+        self._graph = (program.module(),)  # in a tuple, hidden from train() and eval()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The program's outputs."""
+        """Return the program's outputs."""
         return self._graph[0](*inputs, **named)

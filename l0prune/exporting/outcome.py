@@ -39,8 +39,8 @@ class Step:
     """A network that ``shrink`` tried for a tolerance.
 
     Attributes:
-        share: of the MACs, that was asked for.
-        fidelity: how near it came.
+        share: the requested share of the MACs.
+        fidelity: nearness of its outputs to the original's.
     """
 
     share: float
@@ -110,9 +110,9 @@ class Outcome:
 
     @property
     def params(self) -> int:
-        """The parameters that ``module`` holds, but for those that eval mode does not use.
+        """Number of parameters of ``module``, without those that eval mode does not use.
 
-        The ``note`` says how many these are.
+        The ``note`` gives the number of the latter.
         """
         return parameters_of(self.module, self._unused)
 
@@ -134,7 +134,7 @@ class Outcome:
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """The branches that are left out, by name: see ``gate``."""
+        """The removed branches, by name: see ``gate``."""
         return tuple(gone(self.plan, self.kept))
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Outcome:
         return as_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Sizes before and after, and the certificate, for people."""
+        """Tables of sizes before and after and of the certificate, with the notes."""
         sizes = Table("", "before", "after", "kept", title="Cut")
         params, macs = (self.params_before, self.params), (self.macs_before, self.macs)
         for name, (before, after) in {"params": params, "MACs": macs}.items():

@@ -1,4 +1,4 @@
-"""The captured parts of an exported model, each as the programs that its files are made from."""
+"""Captured parts of an exported model, each with the programs that its files are made from."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from l0prune.running.stages import stage
 
 @dataclass(frozen=True)
 class ExportedPart:
-    """One captured part of the exported model; the only one where the whole was captured.
+    """Captured part of the exported model; the only one if the model was captured whole.
 
     Attributes:
         path: of the submodule, empty for the whole model.
-        program: the dense part as a ``torch.export`` program, in the model's dtype.
-        single: the same in float32, which is what ONNX files are in.
+        program: the small part as a ``torch.export`` program, in the model's dtype.
+        single: the same in float32, the dtype of ONNX files.
         dynamic: whether its batch size is free.
-        answers: what the gated part computes, or the dense one that has learned on; its files
-            are compared with that.
-        batches: those that they are for, where their size is free.
-        free: further sizes that are free, by leaf of the inputs.
-        why_fixed: why one is not that was to be, as a clause.
-        form: a part that its model calls in several ways, such as with tensors of two and of three
-            dims, is a piece for each of them; they are counted from 1.
+        answers: outputs of the gated part, or of the small one if that was trained further, for the
+            comparison of the files.
+        batches: batch sizes that the programs take, if the batch size is free.
+        free: further free sizes, by leaf of the inputs.
+        why_fixed: why a size requested as free is fixed, as a clause.
+        form: number from 1 of the piece among those of its part: a part that its model calls in
+            several ways, such as with tensors of two and of three dims, has a piece for each.
     """
 
     path: str
@@ -62,24 +62,24 @@ class ExportedPart:
 
     @property
     def module(self) -> nn.Module:
-        """Program as a module for evaluation."""
+        """The program as a module for evaluation."""
         module = self.program.module(check_guards=False)
         return marked(module, Dtypes.of(module))
 
     @property
     def _read(self) -> list[int]:
-        """The numbers of the leaves of its inputs that its file reads: tensors, free numbers."""
+        """Indices of the input leaves that the file reads: tensors and free numbers."""
         values = enumerate(inputs_of(self.single))
         return [number for number, value in values if isinstance(value, Tensor | SymInt)]
 
     def read(self, inputs: Inputs) -> list[Any]:
-        """Inputs that the file reads."""
+        """Return the leaves of ``inputs`` that the file reads."""
         leaves = pytree.tree_leaves(inputs)
         return [leaves[number] for number in self._read]
 
     @property
     def sizes(self) -> list[dict[int, str]]:
-        """For each of the inputs that its file reads, what its free dims are called."""
+        """Names of the free dims, by dim, for each input leaf that the file reads."""
         size = examples_in(self.answers[0].inputs)
 
         def named(leaf: Any) -> dict[int, str]:
@@ -91,7 +91,7 @@ class ExportedPart:
         return [named(leaf) | dict(dims) for leaf, dims in zip(leaves, free, strict=True)]
 
     def file_of(self, path: str | os.PathLike[str]) -> Path:
-        """Return its file: the name before the ending, and after the first form the number."""
+        """Return ``path`` with the part's name and, from form 2 on, form before the suffix."""
         whole = Path(path)
         form = f"-{self.form}" if self.form > 1 else ""
         part = re.sub(r"[/\\\0]", "_", self.path)  # a name in a ModuleDict may hold anything
@@ -99,22 +99,22 @@ class ExportedPart:
 
     @property
     def takes(self) -> str:
-        """The batch sizes that program and file take."""
+        """The batch sizes that program and file take, as text."""
         return str(self.batches) if self.dynamic else f"{examples_in(self.answers[0].inputs)} only"
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The one piece of a model that is captured whole, and what it is made from.
+    """Recipe for the one piece of a model that was captured whole; made on first access.
 
     Attributes:
-        module: the dense model, for nothing else: what the user gets may learn on.
+        module: the small model, used for nothing else: the user's module may be trained further.
         dtypes: of the model.
         example: its inputs.
-        answers: what the gated model computes.
-        make: makes programs of the module.
-        free: sizes that are to be free beside the batch.
-        why_fixed: why one of them is not, if that is known.
+        answers: outputs of the gated model.
+        make: makes the programs from the module.
+        free: sizes requested as free beside the batch.
+        why_fixed: why one of them is fixed, if that is known.
     """
 
     module: nn.Module
@@ -128,7 +128,7 @@ class Whole:
     @cached_property
     @stage("making a program of the smaller model")
     def pieces(self) -> tuple[ExportedPart, ...]:
-        """The piece, with what of the answers its programs take.
+        """The piece, with the answers to inputs that its programs take.
 
         Raises:
             CaptureError: torch.export cannot follow the module.
@@ -143,25 +143,25 @@ class Whole:
         own = self.free.sizes(self.example)
         fixed = {name: size for name, size in own.items() if name not in made.free}
         answers = [a for a in answers if fixed.items() <= self.free.sizes(a.inputs).items()]
-        # torch.export takes a size of 1 for a case of its own
+        # torch.export specializes a size of 1
         answers = [
             a for a in answers if 1 not in free.sizes(a.inputs).values() or _holds(single, a)
         ]
-        if not answers:  # the module was shown to compute what the gated one does at other sizes
+        if not answers:  # the module was compared with the gated one at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
         return (replace(piece, free=free, why_fixed=made.why_fixed or self.why_fixed),)
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
-        """A path, and what the submodule there can be given."""
+        """Path and example inputs of the one piece."""
         return [("", self.example)]
 
     @stage("comparing the program with the module")
     def checks(self) -> list[Check]:
-        """Comparisons of the program with the module that it was made from.
+        """Compare the program with the module that it was made from.
 
-        That one was compared with the gated model before its weights were rounded to its dtype.
+        The module was compared with the gated model before its weights were rounded to its dtype.
         """
         (piece,) = self.pieces
         inputs = [answer.inputs for answer in piece.answers]
@@ -169,7 +169,7 @@ class Whole:
         return list(compare(answers, piece.module, "program"))
 
     def of(self, module: nn.Module) -> Whole:
-        """Pieces of the module as it is now."""
+        """Return the recipe for the current ``module``."""
         inputs = [answer.inputs for answer in self.answers]
         answers = answers_of(module, inputs, whose="module")
         return replace(self, module=copied(module), dtypes=Dtypes.of(module), answers=answers)
@@ -183,23 +183,23 @@ class InParts:
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
-        """Paths, and what the submodules there can be given."""
+        """Path and example inputs of each piece."""
         return [(piece.path, piece.answers[0].inputs) for piece in self.pieces]
 
     def checks(self) -> list[Check]:
-        """None: the modules that they are made from were compared."""
+        """Return no checks: the modules that the pieces are made from were compared."""
         return []
 
     def of(self, module: nn.Module) -> InParts:
-        """Pieces of the module as it is now."""
+        """Return the pieces of the current ``module``."""
         return InParts(tuple(_renewed(piece, module) for piece in self.pieces))
 
 
 def whole(network: Network, captured: Captured | None, state: Mapping[str, Tensor]) -> Whole:
-    """The program is made from the graph that was captured, where one was, else from the class.
+    """Return the recipe for a whole model's program: its captured graph if any, else its class.
 
-    The module that is handed out is in the model's dtypes afterwards; that of the programs shares
-    the tensors of the state_dict.
+    Afterwards the module for the user is in the model's dtypes; the one of the programs shares the
+    tensors of the state_dict.
     """
     module, make = network.small, partial(class_programs, free=network.free)
     if captured is not None:
@@ -209,7 +209,7 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
         make = partial(programs, export=export)
     is_shared, dtypes = module is network.small, network.dtypes
     exact = module
-    if is_shared and not dtypes.are_one:  # placed first: what it is lent from is let go of then
+    if is_shared and not dtypes.are_one:  # before ``restored``, which frees the lent tensors
         exact = placed(copied(module), CPU)
     restored(network.small, dtypes)
     if dtypes.are_one:
@@ -221,7 +221,7 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
 
 
 def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """A copy that has the tensors of the state for its parameters of the same names."""
+    """Copy the module around the state's tensors as parameters, where dtype and shape agree."""
     parameters = {}
     for name, old in module.named_parameters():
         new = state.get(name)
@@ -232,9 +232,9 @@ def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 @stage("making programs of the smaller model's parts")
 def in_parts(network: Network) -> InParts:
-    """The programs of each part of the dense model, on what it receives in the gated one.
+    """Make the programs of each part of the small model, on the inputs of the gated part.
 
-    The module that is handed out is in the model's dtypes afterwards.
+    Afterwards the module for the user is in the model's dtypes.
     """
     pieces = tuple(_islands(network))
     restored(network.small, network.dtypes)
@@ -252,7 +252,7 @@ def _islands(network: Network) -> Iterator[ExportedPart]:
 
 
 def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[ExportedPart]:
-    """The pieces for inputs of one form: one, or for each number that it is told one."""
+    """Yield the pieces for inputs of one form: one, or one for each value of a number input."""
     small = network.small.get_submodule(path)
     small = small if device_of(small) == CPU else placed(copied(small), CPU)
     dtypes = network.dtypes.below(path)
@@ -278,7 +278,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
 
 
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
-    """Return whether the program of float32 gives the answer, if it was run."""
+    """Return whether the float32 program computes the answer; False if it cannot run."""
     try:
         found = output_of(single.module(check_guards=False), answer.inputs, torch.float32)
     except CertificateError:
@@ -287,9 +287,9 @@ def _holds(single: ExportedProgram, answer: Answer) -> bool:
 
 
 def _forms(answers: Sequence[Answer], is_free: bool = True) -> list[tuple[Answer, ...]]:
-    """The answers to inputs of which one program takes all: of one structure, as many dims.
+    """Group answers by the form of their inputs (structure, ranks, numbers): one program each.
 
-    A number that is the batch's may be another one with another batch, if it ``is_free``.
+    With ``is_free`` a number that equals the batch size may vary with it.
     """
     forms: dict[Any, list[Answer]] = {}
     for answer in answers:
@@ -304,7 +304,7 @@ def _forms(answers: Sequence[Answer], is_free: bool = True) -> list[tuple[Answer
 
 
 def _renewed(piece: ExportedPart, module: nn.Module) -> ExportedPart:
-    """Piece of the same part of the module as it is now."""
+    """Return the piece for the same part of the current ``module``."""
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
     export = partial(reexport_part, batches=piece.batches)

@@ -1,4 +1,4 @@
-"""Trial, before any gate has learned, of whether a cut model will be of its own class."""
+"""Test, before any gate is trained, whether an export will keep the model's class."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _NOISE = 0.05
 def why_no_class(
     model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes = ALL_FIXED
 ) -> str | None:
-    """Why an export will be a captured graph and not of the model's own class.
+    """Return the reason if an export will be a captured graph instead of the model's own class.
 
-    Half of all slots are cut at random, and the class is tried just as an export tries it, on one
-    input of another batch than the example's, in eval mode. So it does not foresee what only
-    another choice of slots shows.
+    Half of all slots are cut at random, and the class is tried as in an export, on one input of
+    another batch size than the example's, in eval mode. Faults that only another choice of slots
+    shows are missed.
 
     Returns:
-        The reason; empty where the class is kept. None where that was not tried: on the meta
-        device, with an object among the inputs, of a model captured in parts, of several dtypes, of
-        more than 500 million parameters, or that does not run as a copy or in float64.
+        The reason; empty if the class is kept. None if this was not tried: on the meta device, with
+        an object among the inputs, for a model captured in parts, of several dtypes, of more than
+        500 million parameters, or that does not run as a copy or in float64.
     """
     tensors = [*model.parameters(), *model.buffers()]
     is_large = sum(p.numel() for p in model.parameters()) > _LARGEST
     if plan.parts != ("",) or not plan.axes or is_large or any(t.is_meta for t in tensors):
         return None
-    if holds_objects(example):  # what is in them is cut by the capture
+    if holds_objects(example):  # tensors in objects are cut with a capture only
         return None
     try:
         return _tried(model, plan, example, free)
-    except Exception:  # whatever it is, an export will say it; a survey has no need of it
+    except Exception:  # an export would report it; a survey need not
         return None
 
 
@@ -68,9 +68,9 @@ def _tried(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes) -> st
 
 @torch.no_grad()
 def _half_closed(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes) -> nn.Module:
-    """A copy of the model with gates, of which a random half is closed.
+    """Return a copy of the model with gates, a random half of them closed.
 
-    Noise on its weights, of which those that start at zero would hide what is wrong.
+    Its weights get noise, since weights of zero would hide faults.
     """
     generator = torch.Generator().manual_seed(0)
     closed = torch.rand(plan.size, generator=generator) < 0.5

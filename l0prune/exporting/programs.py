@@ -1,4 +1,4 @@
-"""Programs for phones, of ExecuTorch and LiteRT: translated, run here as there, and compared."""
+"""Programs for phones (ExecuTorch, LiteRT): translated, run here in their runtime, compared."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ Run = Callable[[Inputs], list[Tensor]]
 
 
 class Format(Protocol):
-    """A format of programs. Each is for inputs of one size, since memory is planned ahead."""
+    """Format of programs with fixed input sizes, since their memory is planned ahead."""
 
     @property
     def name(self) -> Literal["executorch", "litert"]:
-        """Name of the runtime that runs them, and of the extra that installs it."""
+        """Name of the runtime, and of the pip extra that installs it."""
 
     @property
     def label(self) -> str:
-        """Name for people."""
+        """Name for display."""
 
     @property
     def packages(self) -> tuple[str, ...]:
         """Packages that have to be installed."""
 
     def version(self) -> str:
-        """Return the version of what makes and runs them."""
+        """Return the version of the package that makes or runs the programs."""
 
     def made(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Translate a network for inputs of these sizes."""
 
     def loaded(self, content: bytes, threads: int) -> Run:
-        """Load a program, and return what runs it with so many threads."""
+        """Load a program, and return a function that runs it with this number of threads."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -56,7 +56,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class ExecuTorch:
-    """Programs of ExecuTorch, of which XNNPACK runs what it can."""
+    """Programs of ExecuTorch, with the operators that XNNPACK supports delegated to it."""
 
     name: Literal["executorch"] = "executorch"
     label = "ExecuTorch"
@@ -83,7 +83,7 @@ class ExecuTorch:
         method = program.load_method("forward")
 
         def run(inputs: Inputs) -> list[Tensor]:
-            assert program is not None  # it has to live as long as its method
+            assert program is not None  # captured, since it has to outlive its method
             return _tensors(method.execute([each.contiguous() for each in _tensors(inputs)]))
 
         return run
@@ -121,22 +121,22 @@ class LiteRt:
 
 
 FORMATS: dict[str, Format] = {".pte": ExecuTorch(), ".tflite": LiteRt()}
-"""By the ending of their files."""
+"""Formats by file suffix."""
 
 
 def is_missing(kind: Format) -> bool:
-    """Return whether a package that it needs is not installed."""
+    """Return whether a package that the format needs is not installed."""
     return any(find_spec(package) is None for package in kind.packages)
 
 
 def check_installed(kind: Format) -> None:
-    """Raise UsageError where a package that it needs is not installed."""
+    """Raise UsageError if a package that the format needs is not installed."""
     if is_missing(kind):
         raise UsageError(f"{kind.label} is not installed: pip install 'l0prune[{kind.name}]'")
 
 
 def made(kind: Format, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Translate a network for inputs of these sizes, quietly.
+    """Translate a network for inputs of these sizes, without the translator's output.
 
     Raises:
         L0pruneError: there is no translation for an operator.
@@ -146,7 +146,7 @@ def made(kind: Format, network: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     try:
         with muted():
             return kind.made(network, args, kwargs)
-    except Exception as error:  # of any of its passes
+    except Exception as error:  # each pass of the translator has its own
         raise L0pruneError(
             f"{kind.label} cannot translate the model: {first_line(error)}. --onnx, --pt2 and "
             "--state (save_onnx, save) do without it"
@@ -154,7 +154,7 @@ def made(kind: Format, network: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
-    """Write a piece for the fewest examples that were compared, and compare it on these.
+    """Write a piece for the smallest batch among its answers, after running it for a comparison.
 
     Raises:
         L0pruneError: it cannot be translated or run.
@@ -167,7 +167,7 @@ def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
     try:
         with muted():
             found = kind.loaded(content, 1)(inputs)
-    except Exception as error:  # of classes of its own
+    except Exception as error:  # the runtime has its own classes
         raise L0pruneError(
             f"{kind.label} cannot run the file that was made, so it was not written: "
             f"{first_line(error)}"

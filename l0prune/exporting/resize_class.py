@@ -12,11 +12,11 @@ from l0prune.exporting.own_class.skipped_modules import around, ways_around
 
 
 def check_class_alone(network: Network) -> Network:
-    """Check that the own class can be shown to be right without captured graphs.
+    """Check that the own class can be verified without captured graphs.
 
     Raises:
-        NotThisWay: it cannot: the model was captured in parts, or loses branches around which only
-            a capture shows the way.
+        NotThisWay: the model was captured in parts, or loses branches, and only a capture shows
+            which modules to skip for these.
     """
     is_whole = network.plan.parts == ("",) and "" not in counted_in(network.plan)
     if not is_whole or (network.gone and network.parts is None):
@@ -25,14 +25,14 @@ def check_class_alone(network: Network) -> Network:
 
 
 def resize_class(network: Network) -> Network:
-    """Give the own class its cut tensors, and what else follows the new sizes."""
+    """Make a candidate of the own class from the cut tensors and all that follows their sizes."""
     return replace(network, classes=(own_class(network.plain, network.selected, network.tensors),))
 
 
 def drop_branches(network: Network) -> Network:
-    """Put the classes first that skip the branches that are gone.
+    """Put the candidates first that skip the removed branches.
 
-    Without graphs, which show when a class computes such a branch after all, only these stay.
+    Without graphs, which show when a class still computes such a branch, only these stay.
     """
     if not network.gone:
         return network

@@ -1,4 +1,4 @@
-"""Result of an export: the smaller model and its proof, and what writes its files."""
+"""Result of an export: the small network with its certificate, and methods that write files."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from l0prune.plan.numbers import THREADS, check_whole
 
 
 class Export(Outcome):
-    """Outcome of an export, and the programs and files that are made of it."""
+    """Outcome of an export, with its programs and files."""
 
     @property
     @one_at_a_time()
     def pieces(self) -> tuple[ExportedPart, ...]:
-        """The captured parts of ``module`` as it is, each with its program, compared with it.
+        """The captured parts of the current ``module``, each with its program, compared with it.
 
-        They are made when first asked for, and anew once the module has learned on. The
+        They are made on first access, and again after the module has been trained further. The
         certificate gains the comparison.
 
         Raises:
@@ -61,7 +61,7 @@ class Export(Outcome):
         return self._made.pieces
 
     def _look(self) -> None:
-        """Let programs and files be made anew if the module is not what it was."""
+        """Discard programs, files and their checks if the module has changed since the export."""
         self._handed_out.check_sizes(self.module)
         if not self._handed_out.has_changed(self.module):
             return
@@ -100,7 +100,7 @@ class Export(Outcome):
         half_io: bool = False,
         external_data: bool = False,
     ) -> tuple[Path, ...]:
-        """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
+        """Write the current module as ONNX, after ONNX Runtime has shown that the file is the same.
 
         The certificate gains the comparison, and the file's metadata carries it. The file is in
         float32, which can be compared exactly. A model in parts becomes a file for each. Weights of
@@ -178,7 +178,7 @@ class Export(Outcome):
         threads: int,
         opset: int | None,
     ) -> dict[str, str]:
-        """Give the files their metadata, with times where they are asked for, and return it."""
+        """Write metadata into the files, with times if ``beside`` is given, and return it."""
         sizes = {"params": self.params, "macs": self.macs, "widths": self.widths}
         facts = self._proof(certificate) | sizes
         if self.source is not None:
@@ -279,7 +279,7 @@ class Export(Outcome):
                 loads the folder where l0prune is not installed.
 
         Returns:
-            What loads it, and whether transformers does, or why not.
+            How to load it, and whether transformers can, or why not.
 
         Raises:
             FileError: it cannot be written; what was there is unchanged.
@@ -322,20 +322,20 @@ class Export(Outcome):
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """Return what the manifest says beside the model's origin."""
+        """Return the manifest's content without the model's origin."""
         known = None if self.preprocessing is None else self.preprocessing.model_dump()
         return {**self._manifest, **self._proof(self.certificate), "preprocessing": known}
 
     def _proof(self, certificate: Certificate) -> dict[str, Any]:
-        """Return what of a certificate is about the module as it is, for a file of that."""
+        """Return the checks that hold for the current module, for the facts of a file."""
         if not self.changed:
             return {"certificate": certificate.to_dict()}
         return {"certificate": certificate.of_module().to_dict(), "changed": CHANGED}
 
     def _state_now(self) -> dict[str, Tensor]:
-        """Return the model's own state_dict with the values that the module has.
+        """Return the model's state_dict with the current values of the module.
 
-        A graph has not all of its names: those of unused parameters, of counters of batches.
+        Names that a graph lacks (unused parameters, ``num_batches_tracked``) keep their values.
         """
         now, aliases = self.module.state_dict(), self.plan.aliases
         found = {}
@@ -345,9 +345,9 @@ class Export(Outcome):
         return found
 
     def report(self, history: Any = None) -> l0prune.Report:
-        """One page that shows what came of it: ``small.report(history).save("report.html")``.
+        """Return a one-page report of the export: ``small.report(history).save("report.html")``.
 
-        A notebook shows it by itself.
+        A notebook displays it.
 
         Args:
             history: what ``finetune`` returned; several in a list.
@@ -355,4 +355,4 @@ class Export(Outcome):
         return l0prune.Report.of(self, history)
 
 
-Export.__doc__ = Outcome.__doc__  # which says the attributes
+Export.__doc__ = Outcome.__doc__  # which lists the attributes

@@ -31,7 +31,7 @@ def slice_by_plan(network: Network) -> Network:
     """Fold and slice the tensors by the plan of the gates, without a capture.
 
     Raises:
-        NotThisWay: the model has other tensors than that plan.
+        NotThisWay: the model's tensors have other shapes than in that plan.
     """
     tensors = cut_by_plan(network.plain, network.selected)
     if tensors is None:
@@ -46,7 +46,7 @@ def slice_tensors(network: Network) -> Network:
 
 
 def slice_graphs(network: Network) -> Network:
-    """Put the sliced tensors into the captured graphs, and rewrite the sizes in these."""
+    """Put the sliced tensors into the captured graphs, and rewrite the sizes in the graphs."""
     parts, narrow = network.captured, network.narrow
     if parts.plan.parts == ("",):
         narrow = narrowing(parts.found[0].analysis, network.by_part[""].kept)

@@ -1,4 +1,4 @@
-"""Last pass of an export: from a network that was verified to the result that is handed out."""
+"""Last pass of an export: from a verified network to the ``Export`` that the user gets."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ from l0prune.running.device import device_of
 def write(
     network: Network, weights: tuple[Weight, ...], notes: Sequence[str], images: Any
 ) -> Export:
-    """Write down the result of an export; its files are made when they are asked for.
+    """Make the ``Export`` of a verified network; programs and files are made on demand.
 
-    The tensors of float64 of a verified network are let go of where the caller keeps no other
-    reference to it.
+    The float64 tensors of the network are freed if the caller keeps no other reference to it.
 
     Raises:
         CaptureError: a program of a part cannot be made.
@@ -47,7 +46,7 @@ def write(
     """
     state, unused = _state(network), _unused(network)
     apart = constants(network.plain, network.tensors)
-    network = replace(network, tensors={})  # the model lets go of its float64 one by one
+    network = replace(network, tensors={})  # the model frees its float64 tensors one by one
     made = _programs(network, state)
     handed_out = HandedOut.of(network.small, network.narrow(network.example), state)
     chosen, macs, uncounted = _counted(network, unused, handed_out.macs)
@@ -91,7 +90,7 @@ def write(
 
 
 def _checks_of(origin: Origin | None) -> tuple[Check, ...]:
-    """Comparison of the network, before any cut, with the ONNX file that it was made from."""
+    """Comparison of the dense network with the ONNX file that it was converted from, if any."""
     if origin is None:
         return ()
     return (Check("source", "float32", origin.batch, origin.error, origin.tolerance),)
@@ -106,7 +105,7 @@ def _unused(network: Network) -> Sequence[str]:
 
 
 def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
-    """Return the programs of the model's parts, or what that of the whole will be made from."""
+    """Return the programs of a model's parts, or the recipe for the program of a whole model."""
     if network.parts is None:
         made: Whole | InParts = whole(network, None, state)
     elif "" in network.graphs:
@@ -118,11 +117,11 @@ def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
 
 
 def _state(network: Network) -> dict[str, Tensor]:
-    """Return the model's own state_dict at the new sizes, with what its layers gain."""
+    """Return the model's state_dict at the new sizes, with the buffers that its layers gain."""
     plan = network.selected.plan
     state = cut_state(network.plain, plan, network.tensors)
     dead, held = dead_parameters(plan, network.gone), network.small.state_dict()
-    for name in state.keys() - held.keys():  # what nothing is left of is in no file
+    for name in state.keys() - held.keys():  # removed parameters are in no file
         if plan.aliases.get(name, name) in dead:
             del state[name]
     for path, layer in network.layers.items():
@@ -131,13 +130,13 @@ def _state(network: Network) -> dict[str, Tensor]:
 
 
 def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[KeptSlots, int, str]:
-    """Compare what the plan counts with what the models are seen to hold and to multiply.
+    """Check the plan's parameters and MACs against those counted on the models.
 
-    The plan of a class is that of the gates, which may come out of a file: where it does not count
-    what the gated model is seen to do, the model is captured anew and counted by that.
+    Without a capture the plan is the gates', which may come from a file: if it does not give the
+    gated model's counts, the model is captured anew and counted by the new plan.
 
     Returns:
-        The slots on a plan that counts right, the MACs, and what is to be said of these numbers.
+        The slots on a plan that counts right, the MACs, and a note on these numbers.
     """
     chosen, left_out = network.selected, frozenset(unused)
     _, before = run_counted(network.gated, network.example, device_of(network.gated))
@@ -164,7 +163,7 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
 
 
 def _note_on_old_sizes(network: Network) -> str:
-    """Name the attributes of the smaller model that may tell sizes from before the cut."""
+    """Return a note on attributes of the small model that may hold sizes from before the cut."""
     plain, chosen = network.plain, network.selected
     told, names = unread_sizes(plain, chosen.plan, chosen.kept)
     names += [within(path, name) for path, of in told.items() for name in of]

@@ -1,1 +1,1 @@
-"""Files: written whole, read as if somebody hostile had made them; models and user code by name."""
+"""Files: atomic writing, reading of untrusted input; models and user code by name."""

@@ -1,9 +1,9 @@
-"""Allow list of pickled models: the names that one may hold, and the checks once it is read.
+"""Allow list for pickled models: the permitted names, and checks of the loaded objects.
 
-Whoever made the file chooses what is called and with which arguments. So the list holds classes
+The author of a file chooses what is called and with which arguments. So the list holds classes
 that only compute (nn.Modules of torch and torchvision), activations, and nothing that reaches an
-attribute by name, a file or an interpreter. And none of it is called: an ordinary pickle makes
-empty modules and fills them in, while a call of a class or function allocates what it likes.
+attribute by name, a file or an interpreter. And none of them is called: an ordinary pickle makes
+empty modules and sets their state, while a call of a class or function can allocate any memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from l0prune.files.exit_network import ExitNetwork, PooledLinear
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
-# Modules that hold code as data, and run it.
+# Module classes that hold code as data, and run it.
 _CODE = (torch.fx.GraphModule, torch.jit.ScriptModule)
 # Activations that modules keep as plain functions. Calling one does nothing but arithmetic.
 _ACTIVATIONS = (
@@ -35,10 +35,10 @@ _ACTIVATIONS = (
 
 
 class StandIn:
-    """Stands for a class or function while a pickle is read: it can be named, but not called.
+    """Placeholder for a class or function while a pickle is read, which refuses to be called.
 
-    Of a module class it makes empty instances, as unpickling does. ``resolved`` puts the real
-    thing in its place.
+    For a module class it makes empty instances, as unpickling does. ``resolved`` replaces it by
+    the real object.
     """
 
     def __init__(self, real: Any) -> None:
@@ -48,11 +48,11 @@ class StandIn:
             vars(self)["__new__"] = lambda _, *arguments: _empty(real)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refuse."""
+        """Refuse the call."""
         raise UnpicklingError(f"a call of {self.real.__name__}, which no ordinary pickle makes")
 
     def __eq__(self, other: object) -> bool:
-        # The unpickler asks whether an instance's class is among those that it was given.
+        # The unpickler checks whether an instance's class is among the permitted ones.
         return other is self or other is self.real
 
     def __hash__(self) -> int:
@@ -60,7 +60,7 @@ class StandIn:
 
 
 def resolved(value: Any) -> Any:
-    """Replace every stand-in in a value, also deep in tuples, by the thing it stands for."""
+    """Replace every stand-in in a value, also in nested tuples, by the real object."""
     if isinstance(value, StandIn):
         return value.real
     if type(value) is tuple and value:
@@ -70,7 +70,7 @@ def resolved(value: Any) -> Any:
 
 
 def _empty(cls: type[nn.Module]) -> nn.Module:
-    """An instance without anything, which takes its state once."""
+    """Make an instance without attributes, whose state can be set once."""
     made = cls.__new__(cls)
     vars(made)["__setstate__"] = functools.partial(_take_state, made)
     return made
@@ -81,7 +81,7 @@ def _take_state(module: nn.Module, state: Any) -> None:
     if type(state) is not dict:
         raise UnpicklingError(f"a {type(module).__name__} whose state is no dict")
     if isinstance(module, nn.RNNBase):
-        # Unpickling works through its layers one by one, as many as it says it has.
+        # Its __setstate__ loops over num_layers, which may be any number.
         layers, weights = state.get("num_layers"), state.get("_parameters")
         if not isinstance(layers, int) or not isinstance(weights, dict) or layers > len(weights):
             raise UnpicklingError(f"a {type(module).__name__} with more layers than weights")
@@ -95,7 +95,7 @@ class ModulePartial(functools.partial):
     """
 
     def __new__(cls, func: Any, /, *args: Any, **keywords: Any) -> ModulePartial:
-        """Make one as ``functools.partial`` would."""
+        """Make the partial, or raise UnpicklingError if ``func`` is no nn.Module class."""
         return super().__new__(cls, _module_class(func), *resolved(args), **_values(keywords))
 
     def __setstate__(self, state: Any) -> None:
@@ -139,9 +139,9 @@ def _helpers() -> dict[str, Any]:
 
 @functools.cache
 def _module_classes(package: str) -> dict[str, StandIn]:
-    """Every nn.Module class that is defined inside the package itself, by its full name."""
+    """Return the nn.Module classes defined in the package, except ``_CODE``, by full name."""
     found: dict[str, type[nn.Module]] = {}
-    with muted():  # of deprecated corners that the file may never mention
+    with muted():  # warnings of deprecated modules that the file may not name
         root = importlib.import_module(package)
         names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
         modules = [root, *map(importlib.import_module, names)]
@@ -157,24 +157,24 @@ def _module_classes(package: str) -> dict[str, StandIn]:
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
-# Of tensors: functions that are called with their gradients. No pickle of torch's has one.
+# Hooks of tensors that are called with gradients. No pickle of torch's has one.
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MAX_NAMES, _MAX_DEPTH = 10**6, 200
-# Tensors may share their memory, so that all together look larger than the file.
+# Tensors may share their memory, so that their sizes add up to more than the file's.
 _SHARING, _ALWAYS = 8, 64 * 2**20
 
 
 def check_ordinary(found: Any, length: int) -> None:
-    """Refuse hooks, attributes in place of what classes define, and bombs.
+    """Refuse hooks, attributes that shadow those of classes, and objects of excessive size.
 
-    Harmless parts, wired up cleverly, could become a harmful whole; ordinary modules are not.
+    Permitted parts could be combined into a harmful whole; ordinary modules are not.
     Stand-ins for classes are replaced by the classes, in place.
 
     Tensors that repeat a few entries over and over may not be much larger than ``length``, the
     bytes of the file.
 
     Raises:
-        UnpicklingError: there is such a module somewhere in ``found``.
+        UnpicklingError: there is such an object somewhere in ``found``.
     """
     seen: dict[int, Any] = {}
     waiting = [found]
@@ -198,7 +198,7 @@ def check_ordinary(found: Any, length: int) -> None:
 
 
 def _resolve(value: Any) -> None:
-    """Put the classes in place of their stand-ins, in a module, a dict or a list."""
+    """Replace stand-ins by their classes in a module, tensor, dict or list, in place."""
     table = vars(value) if isinstance(value, nn.Module | Tensor) else value
     if isinstance(table, dict):
         for key, entry in list(table.items()):
@@ -211,7 +211,7 @@ def _resolve(value: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Bytes that the value takes, or would take once it is copied."""
+    """Return the bytes that the value takes, or would take after a copy."""
     if isinstance(value, Tensor):
         is_dense = value.layout == torch.strided and not value.is_meta
         return value.numel() * value.element_size() if is_dense else 0
@@ -231,12 +231,12 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _check_names(value: Any) -> None:
-    """Refuse what stands in the place of a method, or a function where the class has anything.
+    """Refuse attributes that shadow a method of the class, and callables that shadow anything.
 
-    Of ``nn.Module`` ``_compiled_call_impl`` is None, and is called instead of ``forward`` if not.
+    For example, ``_compiled_call_impl`` of ``nn.Module`` is None; else it is called for forwards.
     """
     if not isinstance(value, nn.Module | Tensor | ModulePartial | dict | list | set):
-        return  # functions and classes, which come from here
+        return  # functions and classes, which come from the allow list
     for name, own in getattr(value, "__dict__", {}).items():
         is_taken = hasattr(type(value), str(name))
         if is_taken and (callable(own) or callable(getattr(type(value), str(name)))):
@@ -261,13 +261,13 @@ def _check_module(module: nn.Module) -> None:
 def _wrong_entries(state: dict[str, Any]) -> Iterator[str]:
     for table, wanted in zip(_TABLES, (nn.Module, nn.Parameter, Tensor), strict=True):
         for name, entry in state[table].items():
-            is_name = isinstance(name, str) and name.isprintable()  # terminals obey the rest
+            is_name = isinstance(name, str) and name.isprintable()  # terminals interpret the rest
             if not is_name or not (entry is None or isinstance(entry, wanted)):
                 yield f"entry {name!r} in {table}"
 
 
 def _check_tree(modules: list[nn.Module]) -> None:
-    """Refuse a module inside itself, and endless names: of shared modules, or modules so deep."""
+    """Refuse a module inside itself, too deep nesting, and too many names by shared modules."""
     names: dict[int, int] = {}
     heights: dict[int, int] = {}
     for module in modules:

@@ -1,9 +1,8 @@
-"""Gated models in one file: tensors, and JSON with the plan, the gates and all else.
+"""Gated models in one safetensors file: tensors, and JSON with the plan, gates and metadata.
 
-A file of safetensors: the state_dict under its own names, the example inputs, and one JSON text
-with the rest. The module's structure is in it as the bytes of a pickle without weights, which is
-only read where its classes can be trusted; where they cannot, the information may name the code
-that builds the module.
+The file holds the state_dict under its own names, the example inputs, and one JSON text with the
+rest. The module's structure is stored as a pickle without weights, which is only read if its
+classes can be trusted; otherwise ``info`` may name the code that builds the module.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _OF_GATES = (_LOG_ALPHA, _TEMPERATURE, _) = (
 )
 
 
-# In the information: of a network with early exits or input gates, what builds them.
+# Keys of ``info`` for early exits and input gates, with the classes that are rebuilt from them.
 _EXITS, _INPUT_GATES = "exits", "input_gates"
 _AROUND: dict[str, type[ExitNetwork | InputGatedNetwork]] = {
     _EXITS: ExitNetwork,
@@ -73,19 +72,19 @@ _AROUND: dict[str, type[ExitNetwork | InputGatedNetwork]] = {
 }
 
 
-_INNER = "network."  # how the names of a network's tensors begin within input gates
+_INNER = "network."  # prefix of the network's tensor names within an InputGatedNetwork
 
 
-_OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
+_OWN = "l0prune:"  # prefix of the names of tensors that are not in the state_dict
 
 
 _EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structure"
 
 
 class GatesContent(Strict):
-    """A bank of gates: its plan and kind as they write themselves, and the example as JSON.
+    """Serialized bank of gates: the plan, the kind of gate and the example inputs as JSON data.
 
-    ``int8`` are the ranges of a training with fake quantization; None without one.
+    ``int8`` holds the ranges of training with fake quantization; None without it.
     """
 
     plan: dict[str, Any]
@@ -97,24 +96,24 @@ class GatesContent(Strict):
 
 
 class StructureContent(Strict):
-    """The pickled module: whether anybody may read it, and the names of its empty tensors."""
+    """Pickled module: whether it loads without trust, and the names of its hollow tensors."""
 
     is_ordinary: bool
     hollow: list[str]
 
 
 class Content(Strict):
-    """Everything but the tensors.
+    """Content of a gated model's file except the tensors.
 
     Attributes:
-        version: of the format.
-        info: what the user had to add.
+        version: of the file format.
+        info: JSON data from the user, and facts about the gates and wrappers.
         training: names of the modules in training mode.
         frozen: names of the parameters without a gradient.
-        extra: what modules put into the state_dict beside tensors.
+        extra: entries of the state_dict that are not tensors.
         ties: further names of tensors that are stored under another one.
-        notes: on tensors that are stored in another way.
-        gates, structure: None where there is none.
+        notes: how to restore tensors that are stored in another dtype or order of dims.
+        gates, structure: None for an ungated model, and for a module that is not pickled.
     """
 
     version: int
@@ -233,7 +232,7 @@ def load(
                 attach_quantizer(model, gates, quantizer_of(gates, ranges))
     except FileError:
         raise
-    # What a file says of itself, and of the model, can be wrong in as many ways as there are.
+    # A damaged file can contradict itself or the model in any of these ways.
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{path} is damaged: {error!r}") from error
     except UsageError as error:
@@ -264,7 +263,7 @@ def read_info(path: PathLike) -> dict[str, Any]:
 
 @contextmanager
 def _storing(what: str, path: PathLike) -> Iterator[None]:
-    """Within the context, what no file can hold raises a FileError in these words."""
+    """Turn the TypeError for a value that no file can hold into a FileError that says ``what``."""
     try:
         yield
     except TypeError as error:
@@ -297,7 +296,7 @@ def _built(
     path: PathLike,
     trust: bool,
 ) -> nn.Module:
-    """The ungated module, by the safest way that the file leaves."""
+    """Build the ungated module in the safest way that the file allows."""
     structure, spec = content.structure, _spec(content.info)
     by_code = is_rebuildable(spec)
     if structure is None or (by_code and not structure.is_ordinary):
@@ -318,7 +317,7 @@ def _built(
 
 
 def _arounds(model: nn.Module) -> Iterator[tuple[str, ExitNetwork | InputGatedNetwork]]:
-    """Yield exits, then input gates, as far as the model has them, each with its name."""
+    """Yield the model's wrappers after their names: early exits, then input gates."""
     for name, around in _AROUND.items():
         if isinstance(model, around):
             yield name, model
@@ -370,11 +369,11 @@ def _gates_or_none(model: nn.Module) -> Gates | None:
 
 
 class Packed(NamedTuple):
-    """A module's structure.
+    """Pickled structure of a module.
 
     Attributes:
         pickle: the bytes of its pickle; uint8, 1-D.
-        is_ordinary: its classes are those of ordinary models.
+        is_ordinary: whether it can be loaded without running foreign code.
         hollow: names of the tensors whose values are only in the model's state_dict.
     """
 
@@ -384,12 +383,12 @@ class Packed(NamedTuple):
 
 
 def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | None:
-    """The ungated structure of ``model`` for the artifact at ``path``.
+    """Return the pickled, ungated structure of ``model`` for the artifact at ``path``.
 
     None if it cannot be pickled but ``can_be_built`` by other means.
 
     Raises:
-        FileError: the model cannot be pickled, and not be built either.
+        FileError: the model can be neither pickled nor built.
     """
     stored = _stored(model)
     try:
@@ -398,10 +397,10 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
             detach(plain)
         inner = ""
         if _INPUT_GATES in dict(_arounds(plain)):
-            plain, inner = _without_hooks(plain), _INNER  # no pickle has them
+            plain, inner = _without_hooks(plain), _INNER  # hooks are not pickled
         buffer = io.BytesIO()
         torch.save(plain, buffer)
-    except Exception as error:  # the user's classes run here, so anything can come out
+    except Exception as error:  # the user's classes run here, and may raise anything
         if can_be_built:
             return None
         raise FileError(
@@ -415,7 +414,7 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
 
 
 def _without_hooks(model: nn.Module) -> nn.Module:
-    """The model without its input gates, which may stand within exits."""
+    """Remove input gates from the model, or from the network within its early exits."""
     if isinstance(model, InputGatedNetwork):
         return model.take_off()
     assert isinstance(model, ExitNetwork)
@@ -431,13 +430,13 @@ def unpack(
     *,
     trust: bool = False,
 ) -> nn.Module:
-    """The module that ``pack`` made these bytes of, with the state in it.
+    """Load the module that ``pack`` pickled, and put the state into its hollow tensors.
 
     Raises:
         FileError: it is damaged, or of classes that must not be unpickled.
         KeyError, RuntimeError, ValueError: the state does not fit.
     """
-    # What is hollow looks as large as the state, and takes no room.
+    # Hollow tensors look as large as the state, but take no memory.
     room = _bytes_of(value for value in state.values() if isinstance(value, Tensor))
     module = load_bytes(pickle.numpy().tobytes(), str(path), trust=trust, room=room)
     if not isinstance(module, nn.Module):
@@ -451,13 +450,13 @@ def unpack(
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers whose values the state_dict holds as they are."""
+    """Return the parameters and buffers that the state_dict holds as the same objects."""
     state = model.state_dict(keep_vars=True)
     return {name: t for name, t in named_tensors(model) if state.get(name) is t}
 
 
 def _hollow(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and kind that takes no room: one zero, seen many times."""
+    """Return a tensor or parameter of the same shape and dtype: one zero, expanded."""
     value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     if not isinstance(tensor, nn.Parameter):
         return value
@@ -467,7 +466,7 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 
 def _is_ordinary(content: bytes, room: int) -> bool:
-    """Check that anybody can load it without running foreign code."""
+    """Return whether the pickle can be loaded without running foreign code."""
     try:
         load_bytes(content, "", room=room)
     except FileError:
@@ -480,12 +479,12 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by its first name, each once, whether saved or not."""
+    """Iterate over all parameters and buffers once, by first name, also non-persistent ones."""
     return chain(module.named_parameters(), module.named_buffers())
 
 
 def check_fits(state: Mapping[str, Any], model: nn.Module, path: PathLike) -> None:
-    """Refuse a state that is not one of this very model.
+    """Refuse a state whose names or shapes differ from the model's.
 
     Raises:
         FileError: names or shapes differ.
@@ -508,7 +507,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(tensor: Tensor) -> str:
-    """Shape, and what kind of numbers: a model may be filled with more precise ones, no others."""
+    """Return the shape, and the dtype unless it is floating: float precision may differ."""
     if tensor.is_floating_point():
         return str(tuple(tensor.shape))
     kind = "complex" if tensor.is_complex() else str(tensor.dtype).removeprefix("torch.")
@@ -516,7 +515,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def fill(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a state that fits, and take over its dtypes."""
+    """Load a fitting state into the model, after converting the model to the state's dtypes."""
     for name, tensor in named_tensors(model):
         if name in state and tensor.dtype != state[name].dtype:
             tensor.data = tensor.data.to(state[name].dtype)

@@ -1,4 +1,4 @@
-"""Files and folders written whole or not at all, and folders that one run has for itself."""
+"""Atomic writing of files and folders, and folders that are locked by one run."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
 def replacement(path: PathLike) -> Iterator[Path]:
     """Yield an empty file in the same folder, to be filled in the context and renamed after it.
 
-    It is flushed to disk before; where the context raises, it is removed and no more is changed.
-    What a kill has left of earlier writes of this file is removed.
+    It is flushed to disk before; if the context raises, it is removed and nothing else is changed.
+    Temporary files of earlier writes that were killed are removed.
 
     Raises:
         FileError: as ``atomic_write``.
@@ -57,12 +57,12 @@ def replacement(path: PathLike) -> Iterator[Path]:
             os.replace(temporary, target)
             sync_folder(target.parent)
     finally:
-        with suppress(OSError):  # such as where the folder is a file, which is said above
+        with suppress(OSError):  # such as if the folder is a file, an error that is raised above
             temporary.unlink()
 
 
 def check_writable(path: PathLike) -> None:
-    """Before long work whose result is to be written there.
+    """Check that a file can be written at the path, before long work.
 
     Raises:
         FileError: as ``atomic_write``.
@@ -74,7 +74,7 @@ def check_writable(path: PathLike) -> None:
 
 
 def _target(path: PathLike) -> tuple[Path, Path]:
-    """The file that a path leads to, and one beside it that is to be renamed to that."""
+    """Return the file that a path resolves to, and a temporary name beside it."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "no ordinary file"
@@ -83,15 +83,15 @@ def _target(path: PathLike) -> tuple[Path, Path]:
 
 
 def temporary_name(target: Path) -> Path:
-    """Return a new name beside a file or folder, by which ``remove_litter`` knows it."""
+    """Return a new temporary name beside a file or folder, which ``remove_litter`` recognizes."""
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
 
 
 @contextmanager
 def held(temporary: Path, make: Callable[[], None]) -> Iterator[None]:
-    """Make a temporary file or folder; within the context ``remove_litter`` leaves it alone."""
+    """Make and lock a temporary file or folder, so that ``remove_litter`` leaves it alone."""
     handle = None
-    while not temporary.exists():  # again where somebody took it for litter before it was locked
+    while not temporary.exists():  # again if another process removed it before it was locked
         if handle is not None:
             os.close(handle)
         make()
@@ -104,12 +104,12 @@ def held(temporary: Path, make: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_litter(target: Path) -> None:
-    """Remove what interrupted writes of this file or folder have left beside it.
+    """Remove temporary files of interrupted writes beside this file or folder.
 
-    What another process is writing is locked by that, and stays; locks end with their process.
+    Those that another process is writing are locked, and stay; locks end with their process.
     """
     ours = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}\.part")
-    with suppress(OSError):  # it only takes room
+    with suppress(OSError):  # such files only take disk space
         for each in target.parent.iterdir():
             handle = _locked(each) if ours.fullmatch(each.name) else None
             if handle is not None:
@@ -118,14 +118,14 @@ def remove_litter(target: Path) -> None:
 
 
 def _locked(path: Path, *, waits: bool = False) -> int | None:
-    """Return a handle with a lock on the path; None where somebody has one, or none can be had."""
+    """Return a file descriptor that locks the path; None if it is locked or cannot be."""
     if fcntl is None:
         return None
     handle = None
     try:
         handle = os.open(path, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-    except OSError:  # locked, gone, or a file system without locks
+    except OSError:  # locked, removed, or a file system without locks
         if handle is not None:
             os.close(handle)
         return None
@@ -133,10 +133,10 @@ def _locked(path: Path, *, waits: bool = False) -> int | None:
 
 
 def write_whole(path: PathLike, content: str | bytes) -> None:
-    """Write text, as UTF-8, or bytes by ``atomic_write``.
+    """Write text, as UTF-8, or bytes atomically.
 
     Raises:
-        FileError: as there.
+        FileError: as ``atomic_write``.
     """
     data = content.encode() if isinstance(content, str) else content
 
@@ -148,7 +148,7 @@ def write_whole(path: PathLike, content: str | bytes) -> None:
 
 @contextmanager
 def writing(path: PathLike) -> Iterator[None]:
-    """Within the context a failed write is a FileError that names this file or folder."""
+    """Turn a failed write in the context into a FileError that names this file or folder."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -159,7 +159,7 @@ def writing(path: PathLike) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
+    """Return the OSError that caused the error: torch.save hides it behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -172,7 +172,7 @@ def _cannot_write(target: Path, cause: OSError) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut, where folders can be opened (not Windows)."""
+    """Flush a folder to disk, so that new names survive a power cut (not on Windows)."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -187,12 +187,12 @@ LOCK = ".l0prune.lock"
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Within the context the folder, which is made, is this run's; the lock ends with its process.
+    """Make a folder and lock it for this run in the context; the lock ends with the process, too.
 
-    A folder that was made for nothing, as the context raises, is removed.
+    A new folder that holds nothing else is removed if the context raises.
 
     Raises:
-        FileError: another run has it, or it cannot be made.
+        FileError: another run has locked it, or it cannot be made.
     """
     is_new = not folder.exists()
     try:
@@ -223,14 +223,14 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced_folder(path: PathLike, last: str, known: Collection[str]) -> Iterator[Path]:
-    """A folder beside ``path``, for files to be made in the context; they are put there after it.
+    """Yield a temporary folder, whose files are moved to the folder ``path`` after the context.
 
-    Where there was no such folder, a kill at any moment leaves none or the whole of it. Into one
-    that is there its files are moved one by one, ``last`` at the end; what else lies in it stays.
-    Where the context raises, nothing is changed.
+    If that did not exist, a kill at any moment leaves none or the whole of it. Into an existing
+    one the files are moved one by one, ``last`` at the end; other files in it stay. If the context
+    raises, nothing is changed.
 
-    In it, the file ``last`` says what the others are; ``known`` ones that belong to it and are not
-    made anew are removed.
+    The file ``last`` describes the others; if there was one, files of ``known`` that are not
+    written anew are removed.
     Raises:
         FileError: the folder cannot be made, or something else has its name.
     """

@@ -1,4 +1,4 @@
-"""JSON and TOML in files; of our own files the version, the digest and the types are checked."""
+"""Reading of JSON and TOML; version, digest and types of l0prune's files are checked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from l0prune.files.atomic import PathLike
 
 
 class Strict(BaseModel):
-    """Base of checked data: no text stands for a number."""
+    """Base of strictly typed data: a string is not converted to a number."""
 
     model_config = ConfigDict(strict=True)
 
 
 def read_text(path: PathLike) -> str:
-    """Return the text in a file, which is UTF-8.
+    """Return the UTF-8 text in a file.
 
     Raises:
         FileError: it is missing, cannot be read, or holds no text.
@@ -65,7 +65,7 @@ def _parsed(path: PathLike, parse: Callable[[str], Any], wrong: str, way_on: str
 
 T = TypeVar("T")
 _Checked = TypeVar("_Checked", bound=Strict)
-_SHOWN = 3  # of the entries that are wrong
+_SHOWN = 3  # number of wrong entries in a message
 
 
 def checked(
@@ -100,10 +100,10 @@ def checked(
 
 
 def parsed(kind: TypeAdapter[T], data: Any) -> T:
-    """Return the data of JSON as this type.
+    """Validate data of JSON as this type.
 
     Raises:
-        ValueError: it is something else; says in a line what.
+        ValueError: the data is of another type; the message is one line.
     """
     try:
         return kind.validate_json(json.dumps(data), strict=True)
@@ -119,20 +119,20 @@ def _wrong(error: ValidationError) -> str:
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON data with the digest of it as its last entry."""
+    """Return JSON data with its digest as the last entry."""
     rest = {name: value for name, value in data.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True)
     return {**rest, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
 
 
 def check_seal(data: Mapping[str, Any], where: object) -> None:
-    """Raise FileError where the digest in JSON data is not that of the data."""
+    """Raise FileError if the digest in JSON data does not match the data."""
     if data.get("digest") != sealed(data)["digest"]:
         raise damaged(where)
 
 
 def damaged(where: object) -> FileError:
-    """Return the error for a file whose digest is another, or is not there."""
+    """Return the error for a file with a wrong or missing digest."""
     return FileError(
         f"{where} is damaged: its content has changed since it was written (its digest is "
         "another). Copy or write it anew."

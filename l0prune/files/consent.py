@@ -1,9 +1,9 @@
-"""Consent of the user to code that a file names, and to what it would fetch.
+"""Consent of the user to code that a file names, and to downloads.
 
-Whoever made a model file chose what it asks for, so that asking proves nothing. What the user has
-named by hand, on the command line or in Python, is remembered on this machine, outside all model
+The author of a model file chose its requests, so that they are not trusted. Specs that the user
+names by hand, on the command line or in Python, are recorded on this machine, outside all model
 files: a Python file by its path and its content, a network of a hub and a folder for downloads by
-their names. A file may ask for that again. For anything else it takes ``--trust-pickle``.
+their names. A file may request those again. Anything else requires ``--trust-pickle``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _HARMLESS = re.compile(
     r"[^:]*(:\d+)?|(torchvision|timm):[\w.\-]+|(imagefolder|text):.*", re.ASCII | re.DOTALL
 )
 _DATA_ROOT = "data root"
-ONNX = ".onnx"  # how such files end
+ONNX = ".onnx"  # suffix of such files
 
 
 class _Request(NamedTuple):
-    """A thing to agree to: an exact text, and the words for a person."""
+    """Request for consent: the exact text to record, and the words for messages."""
 
     exact: str
     what: str
@@ -37,9 +37,9 @@ class _Request(NamedTuple):
 
 
 def remember(spec: str) -> None:
-    """Note that the user has agreed to what the spec runs or fetches, as it is now.
+    """Record the user's consent to the code or the download of a spec, as it is now.
 
-    Where nothing can be noted (no home folder, a disk that is read-only), it is asked for again.
+    If nothing can be recorded (no home folder, a read-only disk), consent is required again.
     """
     request = _request(spec)
     if request is not None:
@@ -47,12 +47,12 @@ def remember(spec: str) -> None:
 
 
 def remember_root(folder: str | os.PathLike[str]) -> None:
-    """Note that the user has named the folder for data sets that are downloaded."""
+    """Record the user's consent to a folder for data sets that are downloaded."""
     _note(_root_request(folder))
 
 
 def check_consent(spec: str, file: Any) -> None:
-    """Refuse what ``file`` asks for, unless the user has named it before on this machine.
+    """Refuse a spec in ``file`` unless the user has named it before on this machine.
 
     Raises:
         FileError: the spec runs code or fetches something, and the user never named it, or the
@@ -64,7 +64,7 @@ def check_consent(spec: str, file: Any) -> None:
 
 
 def check_root_consent(folder: str | os.PathLike[str], file: Any) -> None:
-    """Refuse to download into a folder only because ``file`` names it.
+    """Refuse a download folder in ``file`` unless the user has named it before.
 
     Raises:
         FileError: the user has not named it before on this machine.
@@ -79,7 +79,7 @@ def is_code(spec: str) -> bool:
 
 
 def _request(spec: str) -> _Request | None:
-    """The thing to agree to before the spec is followed; None for nothing."""
+    """Return the request for consent to a spec; None if it needs none."""
     by_hand = f'name it yourself (l0prune.load(path, model=l0prune.load_model("{spec}")))'
     if is_code(spec):
         path = Path(spec.rpartition(":")[0]).resolve()
@@ -100,7 +100,7 @@ def _request(spec: str) -> _Request | None:
 
 
 def _is_of_a_recipe(path: Path, name: str) -> bool:
-    """Return whether a recipe that comes with l0prune names this very function of ours."""
+    """Return whether a recipe of l0prune names this function of a file beside it."""
     texts = (recipe.read_text(encoding="utf-8") for recipe in RECIPES.glob("*.toml"))
     wanted = re.compile(rf"\b{re.escape(f'{path.name}:{name}')}\b")
     return path.parent == RECIPES and any(map(wanted.search, texts))
@@ -138,7 +138,7 @@ def _is_noted(request: _Request) -> bool:
 
 
 def _place(request: _Request) -> Path:
-    """The empty file whose existence says that the request was agreed to."""
+    """Return the path of the empty file whose existence records consent to the request."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     digest = hashlib.sha256(request.exact.encode("utf-8", "surrogatepass")).hexdigest()
     return Path(state) / "l0prune" / "consent" / digest

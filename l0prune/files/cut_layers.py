@@ -1,7 +1,7 @@
-"""Layers that torch does not have, and the change of a model into one with such layers.
+"""Layers that torch lacks, and functions that change a model's modules into them.
 
 Plain torch and safetensors: the code is copied beside the weights of a cut model, after that of
-``given_sizes``. TorchScript reads its annotations, which are therefore no strings.
+``given_sizes``. TorchScript reads its annotations, which therefore must not be strings.
 """
 
 import json
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from l0prune.files.given_sizes import GivenSizes, MixedIn, PaddedNorm, layer_norm
 
-# Of a convolution or a pool: kernel, stride, padding and dilation, a number for each dim.
+# Kernel, stride, padding and dilation of a convolution or pool, with a number for each dim.
 Window = tuple[tuple[int, ...], ...]
 
 
 class CutLayerNorm(nn.LayerNorm):
-    """LayerNorm some of whose inputs are gone; all of them were zero.
+    """LayerNorm after the removal of inputs that were all zero.
 
     Attributes:
-        normalized_shape: of what is left.
-        inputs: how many values were averaged over.
+        normalized_shape: of the remaining inputs.
+        inputs: number of values averaged over before the cut.
         dim: the first of the dims that are averaged over, counted from the last one; 1 for
             channels that come before positions.
     """
@@ -46,11 +46,11 @@ class CutLayerNorm(nn.LayerNorm):
 
 
 class CutGroupNorm(nn.GroupNorm):
-    """GroupNorm with one group, some of whose channels are gone; all of them were zero.
+    """GroupNorm with one group, after the removal of channels that were all zero.
 
     Attributes:
-        num_channels: how many are left.
-        inputs: how many there were.
+        num_channels: number of remaining channels.
+        inputs: number of channels before the cut.
     """
 
     inputs: int
@@ -67,35 +67,35 @@ class CutGroupNorm(nn.GroupNorm):
 
 
 class PickedLinear(nn.Linear):
-    """A Linear layer that reads some of its inputs.
+    """Linear layer that reads a subset of its input features.
 
     Attributes:
-        in_features: how many it reads.
-        kept: which ones, int64, shape ``(in_features,)``.
+        in_features: number of features that it reads.
+        kept: their indices, int64, shape ``(in_features,)``.
     """
 
     kept: Tensor
-    reads_by = "weight"  # the name of what it multiplies them with
+    reads_by = "weight"  # name of the parameter that multiplies them
 
     def forward(self, input: Tensor) -> Tensor:
-        """Shape: ``(…, all inputs)`` to ``(…, out_features)``."""
+        """Apply the layer to the kept inputs. Shape: ``(…, inputs)`` to ``(…, out_features)``."""
         return F.linear(input.index_select(-1, self.kept), self.weight, self.bias)
 
 
 class CutAttention(nn.MultiheadAttention):
-    """MultiheadAttention with fewer heads, or smaller ones; for values of another size, too.
+    """MultiheadAttention with fewer or smaller heads; the head size of values may differ.
 
     Attributes:
-        num_heads: how many are left.
-        head_dim: of queries and keys, what is left of it.
-        scale: what products of queries and keys are multiplied with, as before the cut.
+        num_heads: number of remaining heads.
+        head_dim: remaining head size of queries and keys.
+        scale: factor of the products of queries and keys, as before the cut.
     """
 
     scale: float
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        return False  # or an encoder layer around it takes a way of its own
+        return False  # else an encoder layer around it takes its fast path
 
     def forward(  # type: ignore[override]
         self,
@@ -108,7 +108,7 @@ class CutAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as torch's own does, but that ``is_causal`` needs its mask as well."""
+        """Attend as ``nn.MultiheadAttention`` does; ``is_causal`` needs ``attn_mask`` as well."""
         given = [self._read(each) for each in (query, key, value)]
         is_single = query.ndim == 2
         if is_single:
@@ -153,7 +153,7 @@ class CutAttention(nn.MultiheadAttention):
 
     @staticmethod
     def _mask(q: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Both masks as what is added to the scores, for (batch, heads, queries, keys)."""
+        """Return both masks as one additive mask of (batch, heads, queries, keys) scores."""
         added: list[Tensor] = []
         for mask, heads in ((attn_mask, q.shape[1]), (padding, 0)):
             if mask is None:
@@ -170,10 +170,10 @@ class CutAttention(nn.MultiheadAttention):
 
 
 class PickedAttention(CutAttention):
-    """A CutAttention that reads some of its inputs, for queries, keys and values the same.
+    """CutAttention that reads the same subset of features of queries, keys and values.
 
     Attributes:
-        kept: which ones, int64.
+        kept: their indices, int64.
     """
 
     kept: Tensor
@@ -184,15 +184,15 @@ class PickedAttention(CutAttention):
 
 
 class SkippedModule(nn.Module):
-    """Stand-in of a module that nothing needs any more.
+    """Placeholder for a removed module.
 
     Attributes:
-        gives: ``input``, one of them, as it came; ``zeros`` of its shape, but for what follows;
-            one ``zero``; or ``nothing``, an empty vector, which torch.cat leaves out.
-        at: which input that is, those that are given by position first.
-        windows: convolutions and pools that would have changed the sizes of positions.
-        dim, channels: how many there are along this dim; 0 where they are the input's.
-        results: how many it returned in a tuple, of which the others are None now; 0 for no tuple.
+        gives: ``input`` for an unchanged input; ``zeros`` of its shape, but for ``windows`` and
+            ``dim``; ``zero`` for a scalar; or ``nothing``, an empty vector that torch.cat omits.
+        at: index of that input, positional ones first.
+        windows: of the convolutions and pools that changed the sizes of positions.
+        dim, channels: a dim of the result and its size; dim 0 keeps the input's size.
+        results: length of the tuple it returned, of which the others are None now; 0 for no tuple.
     """
 
     gives: str
@@ -203,7 +203,7 @@ class SkippedModule(nn.Module):
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Take the inputs of the module. Shape: of one of them, or what that becomes."""
+        """Return the input or the zeros that ``gives`` names. Shape: see the class."""
         first = (*args, *kwargs.values())[self.at]
         if self.gives != "input":
             while isinstance(first, list | tuple):
@@ -222,12 +222,12 @@ class SkippedModule(nn.Module):
 
 
 def are_windows(value: object) -> bool:
-    """Return whether this may be the ``windows`` of a SkippedModule."""
+    """Return whether the value is valid as ``windows`` of a SkippedModule."""
     return isinstance(value, list | tuple) and all(map(_is_window, value))
 
 
 def _is_window(value: object) -> bool:
-    # Four numbers for every dim that it slides over, of which there is one at least.
+    # Four numbers for every dim that the window slides over, and at least one such dim.
     if not isinstance(value, list | tuple) or len(value) != 4:
         return False
     if not all(isinstance(each, list | tuple) and len(each) == len(value[0]) for each in value):
@@ -257,11 +257,11 @@ def _normalised(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """``(x − mean) / √(variance + ε)`` of ``before`` values of which those not in x were zero.
+    """Return ``(x − mean) / √(variance + ε)`` over ``before`` values; those not in x are zero.
 
-    With a share s of them left, ``mean = s·avg(x)``, and the others are as far from it as it is
-    from zero: ``variance = s·avg((x − mean)²) + (1 − s)·mean²``. In half precision the statistics
-    are taken in float32.
+    With a share s of them in x, ``mean = s·avg(x)``, and each of the others deviates by ``mean``:
+    ``variance = s·avg((x − mean)²) + (1 − s)·mean²``. In half precision the statistics are
+    computed in float32.
     """
     whole = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     left = 1
@@ -301,7 +301,7 @@ LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
 
 
 def become(module: nn.Module, name: str) -> None:
-    """Let a module be the layer of this name, in place; what that needs has to be given to it."""
+    """Change a module's class to the named layer, in place; the caller sets new attributes."""
     kind = LAYERS[name]
     module.__class__ = kind.mixed_into(type(module)) if issubclass(kind, MixedIn) else kind
 
@@ -313,10 +313,10 @@ def change(
     tensors: Mapping[str, Tensor],
     dropped: Sequence[str] = (),
 ) -> None:
-    """Let a model's modules be what a manifest says, in place, but for the sizes of its tensors.
+    """Apply a manifest's layers, attributes and dropped parameters to a model, in place.
 
-    The model has its tensors at the new sizes; ``tensors`` are, among others, those that layers
-    gain, by name. In place of the ``dropped`` parameters are zeros.
+    The model's tensors have the new sizes already; ``tensors`` holds by name, among others, those
+    that layers gain. The ``dropped`` parameters become zeros.
     """
     drop(model, dropped)
     for path, name in layers.items():
@@ -332,7 +332,7 @@ def change(
 
 
 def drop(model: nn.Module, names: Sequence[str]) -> None:
-    """Let zeros stand in place of these parameters: nothing trains them, and no file has them."""
+    """Replace these parameters by zero buffers, which are neither trained nor saved."""
     held = dict(model.named_parameters(remove_duplicate=False))
     gone = {id(held[name]) for name in names}
     for name, old in held.items():
@@ -344,7 +344,7 @@ def drop(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, buffers and plain attributes of this very module that are tensors."""
+    """Yield the tensors among a module's parameters, buffers and attributes, not submodules'."""
     for table in (module._parameters, module._buffers, vars(module)):
         for leaf, value in table.items():
             if isinstance(value, Tensor):
@@ -361,7 +361,7 @@ def tensors_held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_tensors(model: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Put new tensors in the place of old ones, on their devices; parameters stay parameters."""
+    """Replace old tensors by new ones, on the old ones' devices; parameters stay parameters."""
     put: dict[int, Tensor] = {}
     for old, new in pairs.values():
         tensor = _laid_out(old, new if old.is_meta else new.to(old.device))
@@ -378,7 +378,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _laid_out(old: Tensor, new: Tensor) -> Tensor:
-    """Return the new tensor with its channels last in memory where those of the old one are."""
+    """Return the new tensor in channels-last memory format if the old one has it."""
     memory = _FORMATS.get(old.dim())
     if memory is None or old.layout != torch.strided:
         return new

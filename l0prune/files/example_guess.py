@@ -1,7 +1,7 @@
-"""Guess of a model's example inputs: from what its library says, else from its first layer.
+"""Guess of a model's example inputs: from library metadata, else from its first layer.
 
 A guess is a text as ``--input`` takes it. It counts if the model's forward runs on it; one whose
-examples leave each other alone comes first, so that dim 0 is the batch.
+examples do not affect each other is preferred, so that dim 0 is the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from l0prune.files.model_sources import parse_input
 
 _BATCH, _LENGTH = 2, 16  # examples; tokens, or steps of a sequence
 _SIDES = (224, 256, 32, 28, 64, 128, 96, 299, 384, 512, 160, 192, 48, 16, 8, *range(4, 65))
-# Sizes beside the channels, in the order in which they are tried.
+# Sizes besides the channels, by number of dims, in the order in which they are tried.
 _USUAL: dict[int, tuple[tuple[int, ...], ...]] = {
     1: tuple((length,) for length in (1024, 16000, 3000, 256, 128, 64, 32)),
     2: tuple((side, side) for side in _SIDES),
@@ -42,7 +42,7 @@ class Guess(NamedTuple):
 
     Attributes:
         text: as ``--input`` takes it.
-        origin: what they were taken from, for people.
+        origin: source of the guess, for messages.
     """
 
     text: str
@@ -53,10 +53,10 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
     """Return example inputs that the model's forward runs on; the model stays as it is.
 
     Args:
-        model: whose own metadata counts first: Lightning's ``example_input_array``, transformers'
+        model: its metadata come first: Lightning's ``example_input_array``, transformers'
             ``dummy_inputs`` and configuration, timm's data configuration, the transforms of
             torchvision's weights.
-        sides: of square images that are at hand; tried after what the library says of sizes.
+        sides: of available square images; tried after the sizes in the library's metadata.
 
     Raises:
         UsageError: none was found; the text says what was tried.
@@ -79,7 +79,7 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
 
 @contextmanager
 def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards every buffer has the values that it had."""
+    """Restore the values of all buffers after the context."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -91,7 +91,7 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 def _candidates(
     model: nn.Module, layers: Mapping[str, _Layer], sides: Sequence[int]
 ) -> Iterator[Guess]:
-    """Yield what to try, the likeliest first."""
+    """Yield candidate inputs, the likeliest first."""
     for origin, given in _examples_said(model):
         yield Guess(_text_of(given), origin)
         yield from _with_an_image(model, Guess(_text_of(given), origin))
@@ -105,7 +105,7 @@ def _candidates(
     for path, layer in layers.items():
         for origin, one in _inputs_of(layer, said):
             yield Guess(text([one] * len(names)), origin or f"its first layer{_named(path)}")
-    if not layers:  # weights of its own, or none
+    if not layers:  # only custom layers, or none
         for sizes, channels in product(_USUAL[2], (3, 1)):
             one = "x".join(map(str, (_BATCH, channels, *sizes)))
             yield Guess(text([one] * len(names)), "usual sizes of images")
@@ -117,9 +117,9 @@ def _candidates(
 
 
 def _examples_said(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield whole examples that the model has as an attribute, with where they are from."""
+    """Yield the examples in the model's attributes, each after its origin."""
     for name in ("example_input_array", "dummy_inputs"):
-        with suppress(Exception):  # a property computes what it likes
+        with suppress(Exception):  # a property may raise anything
             given = getattr(model, name, None)
             leaves = pytree.tree_leaves(given)
             if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -138,7 +138,7 @@ def _text_of(given: Any) -> str:
 
 
 def _with_an_image(model: nn.Module, tokens: Guess) -> Iterator[Guess]:
-    """Yield tokens with an image for each text, as transformers' models of both take them."""
+    """Yield tokens with an image for each text, for vision-language models of transformers."""
     vision = getattr(getattr(model, "config", None), "vision_config", None)
     side, channels = (getattr(vision, each, None) for each in ("image_size", "num_channels"))
     if isinstance(side, int) and "pixel_values" in inspect.signature(model.forward).parameters:
@@ -148,7 +148,7 @@ def _with_an_image(model: nn.Module, tokens: Guess) -> Iterator[Guess]:
 
 
 def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield heights and widths of images that a library says, with where it does."""
+    """Yield image heights and widths from the library's metadata, each after its origin."""
     for name in ("pretrained_cfg", "default_cfg"):  # timm
         found = getattr(model, name, None)
         if isinstance(found, Mapping) and found.get("input_size"):
@@ -161,7 +161,7 @@ def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield "its configuration (transformers)", tuple(sides[-2:])
     weights = [each for each in _published(model) if hasattr(each, "transforms")]
     size = sum(parameter.numel() for parameter in model.parameters())
-    if weights:  # those of the nearest size are of this network
+    if weights:  # those of the nearest parameter count are this network's
         nearest = min(weights, key=lambda each: abs(each.meta.get("num_params", 0) - size))
         found = nearest.transforms()
         side = getattr(found, "crop_size", None) or getattr(found, "resize_size", None)
@@ -170,7 +170,7 @@ def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _published(model: nn.Module) -> Iterator[Any]:
-    """Yield the weights that torchvision publishes beside the model's class."""
+    """Yield the published weights in the torchvision module of the model's class."""
     for kind in type(model).__mro__:
         if kind.__module__.startswith("torchvision.models."):
             for value in vars(sys.modules[kind.__module__]).values():
@@ -179,7 +179,7 @@ def _published(model: nn.Module) -> Iterator[Any]:
 
 
 def _required(model: nn.Module) -> list[str]:
-    """Return a prefix for each input without which no forward runs: empty, or ``name=``."""
+    """Return a prefix for each required input of the forward: empty, or ``name=``."""
     return ["" if p.kind in _BY_PLACE else f"{p.name}=" for p in _needed(model)] or [""]
 
 
@@ -187,14 +187,14 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 
 def _needed(model: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters without which no forward runs, those by place first."""
+    """Return the required parameters of the forward, positional ones first."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
     return [p for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
 def _decoder_text(model: nn.Module) -> tuple[str, ...]:
-    """Return the tokens of a decoder that transformers puts behind the first input."""
+    """Return the text of the decoder's tokens, an input of transformers' encoder-decoders."""
     config = getattr(model, "config", None)
     has_decoder = getattr(config, "is_encoder_decoder", False) is True
     takes_tokens = "decoder_input_ids" in inspect.signature(model.forward).parameters
@@ -202,13 +202,13 @@ def _decoder_text(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Reached(Exception):
-    """A forward has come to a layer; its path is the text."""
+    """Signal that a forward has reached a layer, whose path is the message."""
 
 
 def _first_layers(model: nn.Module) -> dict[str, _Layer]:
-    """Return the layers that a forward comes to first, by path; last the one that is listed first.
+    """Return the layers that forwards reach first, by path, then the first registered layer.
 
-    A forward comes to its first layer whatever the sizes, often also of inputs of another kind.
+    A forward reaches its first layer for any sizes, often also for inputs of another kind.
     """
     layers = {path: each for path, each in model.named_modules() if isinstance(each, _Layer)}
 
@@ -239,7 +239,7 @@ def _first_layers(model: nn.Module) -> dict[str, _Layer]:
 def _inputs_of(
     layer: _Layer, said: Sequence[tuple[str, tuple[int, ...]]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield texts of inputs that the layer can read, with who says the size, if anybody does."""
+    """Yield texts of inputs that the layer accepts, each after the size's origin, if any."""
     dtype = _dtype_text(
         torch.int64 if isinstance(layer, nn.Embedding) else next(layer.parameters()).dtype
     )
@@ -250,14 +250,14 @@ def _inputs_of(
 def _sizes_of(
     layer: _Layer, said: Sequence[tuple[str, tuple[int, ...]]]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield sizes of one example that the layer can read, with who says so, if anybody does."""
+    """Yield sizes of one example that the layer accepts, each after its origin, if any."""
     if isinstance(layer, nn.Embedding):
         yield from (("", sizes) for sizes in ((_LENGTH,), ()))
     elif isinstance(layer, nn.RNNBase):
         yield "", (_LENGTH, layer.input_size)
     elif isinstance(layer, nn.Linear):
         yield from (("", sizes) for sizes in ((layer.in_features,), (_LENGTH, layer.in_features)))
-        yield from (  # an image whose patches, or whose whole, the layer reads
+        yield from (  # an image that the layer reads in patches or flattened
             (origin, (channels, *sizes))
             for origin, sizes in chain(said, (("", sizes) for sizes in _USUAL[2]))
             for channels in (3, 1)
@@ -274,22 +274,22 @@ def _sizes_of(
 def _at_places(
     said: Sequence[tuple[str, tuple[int, ...]]], places: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the sizes of images for a layer that reads images, or videos of them."""
+    """Yield image sizes for a 2-D layer; for a 3-D layer after a number of frames."""
     for origin, sizes in said:
         if places > 1:
             yield origin, (*_USUAL[3][0][:1], *sizes)[-places:]
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
-    """Return the end of an input's text, empty for float32."""
+    """Return the dtype suffix of an input's text; empty for float32."""
     return "" if dtype == torch.float32 else f":{str(dtype).removeprefix('torch.')}"
 
 
 def _tried(model: nn.Module, text: str) -> tuple[str, bool]:
-    """Call the model on an example: why it fails, and whether examples leave each other alone.
+    """Call the model on an example; return its error, and whether examples are independent.
 
-    Inputs of less than four dims are given again with another first example: a sequence without
-    a batch would change the rest. Images have only one order.
+    Inputs of less than four dims are run again with another first example: in a sequence without
+    a batch dim it changes the rest. Images have only one order of dims.
     """
     try:
         args, kwargs = parse_input(text)
@@ -307,7 +307,7 @@ def _tried(model: nn.Module, text: str) -> tuple[str, bool]:
 
 
 def _is_rest_alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether all but the first rows are alike, of numbers of any kind."""
+    """Return whether two outputs of any dtype agree in all rows but the first."""
     if a.shape != b.shape:
         return False
     rests = (each[1:].to(torch.complex128) for each in (a, b))
@@ -319,7 +319,7 @@ def _named(path: str) -> str:
 
 
 def _no_guess(model: nn.Module, layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
-    """Say what was tried, and how to go on."""
+    """Return the error message: the inputs tried, and how to give one."""
     need = "an example input is needed to look at the model, and none could be guessed"
     (text, why), *rest = tried.items()
     first = next(iter(layers.items()), None)
@@ -330,7 +330,7 @@ def _no_guess(model: nn.Module, layers: Mapping[str, _Layer], tried: Mapping[str
 
 
 def _way_on(model: nn.Module) -> str:
-    """Say how the inputs that the forward takes are named."""
+    """Return advice on how to name the forward's inputs."""
     names = [p.name for p in _needed(model)]
     if len(names) < 2:
         return "Name one: --input 1x3x224x224 (batch first), or data whose inputs fit: --data NAME."

@@ -1,4 +1,4 @@
-"""Networks with early exits: a network as it is, and heads that read values on its way."""
+"""Networks with early exits: an unchanged network, and heads on intermediate outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
 
 Reached = Callable[[int, Tensor], None]
-"""Told each exit's number and its answer as soon as that is computed; it may raise."""
+"""Callback with each exit's number and answer as soon as that is computed; it may raise."""
 
 
 class ExitOutputs(NamedTuple):
@@ -33,7 +33,7 @@ class PooledLinear(nn.Module):
         channels: size of the dim that is read.
         outputs: of the Linear.
         dim: the one that holds the channels; the first dim is the batch, the others are averaged.
-        dims: of the value that is read.
+        dims: number of dims of the value that is read.
     """
 
     def __init__(self, channels: int, outputs: int, dim: int, dims: int) -> None:
@@ -43,30 +43,30 @@ class PooledLinear(nn.Module):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         dims = len(self.over) + 2
         (dim,) = {*range(1, dims)} - {*self.over}
         return self.linear.in_features, self.linear.out_features, dim, dims
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape: (n, …, channels, …) to (n, outputs)."""
+        """Apply the head. Shape: (n, …, channels, …) to (n, outputs)."""
         found: Tensor = self.linear(x.mean(self.over) if self.over else x)
         return found
 
 
 class ExitNetwork(nn.Module):
-    """A network with early exits, as ``l0prune.add_exits`` makes it. In all modes it computes all.
+    """Network with early exits, as ``l0prune.add_exits`` makes it; it always computes all exits.
 
-    The network in it is as it was, and knows nothing of the exits: while a forward of this module
-    runs, hooks hand what the modules at ``at`` return to the heads.
+    The network in it is unchanged: while a forward of this module runs, hooks pass the outputs of
+    the modules at ``at`` to the heads.
 
     Attributes:
-        network: the user's.
+        network: the user's network.
         heads: one for each exit.
         at: paths in the network of the modules whose outputs the heads read.
         weights: of the exits in the loss.
         distill: share of each exit's loss that is distillation from the last exit.
-        temperature: of that.
+        temperature: of the distillation.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class ExitNetwork(nn.Module):
 
     @classmethod
     def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> ExitNetwork:
-        """Return a network with exits at these places, whose heads have no values yet.
+        """Build a network with exits from ``facts``; the heads' weights are not loaded.
 
         Raises:
-            KeyError, TypeError: these are no such facts.
+            KeyError, TypeError: the facts are invalid.
         """
         heads = [PooledLinear(*sizes) for sizes in facts["heads"]]
         others = (facts["weights"], facts["distill"], facts["temperature"])
@@ -105,7 +105,7 @@ class ExitNetwork(nn.Module):
 
     @property
     def stands_for(self) -> nn.Module:
-        """The network whose arguments its forward has."""
+        """The wrapped network, whose arguments the forward takes."""
         return self.network
 
     def forward(self, *args: Any, **kwargs: Any) -> ExitOutputs:
@@ -115,9 +115,9 @@ class ExitNetwork(nn.Module):
         return ExitOutputs(last, tuple(exits))
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], reached: Reached) -> Tensor:
-        """Return the last answer; each exit's is handed over when it is reached.
+        """Return the last answer, and call ``reached`` with each exit's as soon as it is computed.
 
-        What is raised then ends the forward there, and nothing after the exit is computed.
+        An exception in ``reached`` ends the forward: nothing after that exit is computed.
         """
         handles = [
             self.network.get_submodule(path).register_forward_hook(_asking(number, head, reached))
@@ -131,7 +131,7 @@ class ExitNetwork(nn.Module):
 
 
 def _asking(number: int, head: nn.Module, reached: Reached) -> Callable[..., None]:
-    """Return a hook that hands what a head makes of a module's output on."""
+    """Return a hook that passes the head's answer for a module's output to ``reached``."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         reached(number, head(stream_in(output)))
@@ -140,13 +140,13 @@ def _asking(number: int, head: nn.Module, reached: Reached) -> Callable[..., Non
 
 
 def stream_in(output: Any) -> Tensor:
-    """Return the value that a block passes on: its output, or the first tensor in that."""
+    """Return a block's output tensor, or the first tensor in its output."""
     leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def answer_in(output: Any) -> Tensor:
-    """Return the one tensor in what a network returns.
+    """Return the only tensor in a network's output.
 
     Raises:
         UsageError: there are several, or none.

@@ -1,4 +1,4 @@
-"""Modules of any class whose own forward runs at sizes that it cannot know. Plain torch."""
+"""Mixins that run a module's forward at sizes that its code does not know. Plain torch."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-GIVEN = "given_sizes"  # the attribute
-PADDED = "whole_sizes"  # that of the other one
+GIVEN = "given_sizes"  # attribute of GivenSizes
+PADDED = "whole_sizes"  # attribute of PaddedNorm
 _mixed: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
-# Functions that take sizes: by which argument, and what that may be called.
+# Functions that take sizes: the position of that argument, and its names as a keyword.
 _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), (1, ("shape", "size"))),
     **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), (1, ("size",))),
@@ -22,21 +22,21 @@ _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-# Functions that take a size off their inputs.
+# Functions that read a size from their inputs.
 _AVERAGE, _ATTENTION, _NORM = "mean", "scaled_dot_product_attention", "layer_norm"
 _PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
 class MixedIn(nn.Module):
-    """Base of what is mixed into a module's own class, to run its forward in another way."""
+    """Base of mixins that run the forward of a module's class in another way."""
 
     def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
-        """Call the forward of the module's own class ``kind``."""
+        """Call the forward of the module's original class ``kind``."""
         raise NotImplementedError
 
     @classmethod
     def mixed_into(cls, kind: type[nn.Module]) -> type[nn.Module]:
-        """Return the mixed class, the same one each time, with the name of ``kind``."""
+        """Return the class ``kind`` with this mixin, cached, under the name of ``kind``."""
         if issubclass(kind, cls):
             return kind
         if (cls, kind) not in _mixed:
@@ -52,7 +52,7 @@ class MixedIn(nn.Module):
         return _mixed[cls, kind]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by way of its own class: nobody else could find the mixed one."""
+        """Pickle by the original class: the mixed one cannot be imported."""
         reduced: Any = super().__reduce_ex__(protocol)
         rebuild, arguments, *state = reduced
         order = type(self).__mro__
@@ -71,46 +71,45 @@ def _mixed_anew(
 
 
 class GivenSizes(MixedIn):
-    """A module whose code is given its sizes, since it would take them for others.
+    """Module whose calls get recorded sizes instead of those that its code would compute.
 
-    Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
-    was as wide; a mean divides by what is left of its inputs, of which those that are gone were
-    zero, and so does a norm that is called as a function; attention without a scale of its own
-    takes it from what is left of a head, and so does code that multiplies by
-    ``(C // heads) ** -0.5``.
+    Code may read a size from its input (``B, N, C = x.shape``) and reshape another tensor to it
+    that was as wide; a mean divides by the number of its remaining inputs, although removed ones
+    were zero, and so does a norm that is called as a function; attention without ``scale`` takes it
+    from the remaining size of a head, and so does code that multiplies by ``(C // heads) ** -0.5``.
 
     Attributes:
-        given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
-            those that it is to have: None for one that is right, -1 for one that follows from the
-            others, such as batch × heads. Those of a mean or a norm are how
-            many values are left and how many there were, that of attention and of a product with a
-            number the size of a head by which it scales. Calls of other functions, or with another
-            number of sizes, are not among them.
+        given_sizes: for such calls in order, the function's name, the number of sizes in the call,
+            and the sizes to use: None for one that is right, -1 for one that follows from the
+            others, such as batch × heads. For a mean or a norm they are the number of values after
+            and before the cut, for attention and a product with a number the size of a head by
+            which it scales. Calls of other functions, or with another number of sizes, are not
+            among them.
     """
 
     given_sizes: list[Any]
 
     def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
-        """Call the forward of its own class, whose calls take these sizes."""
+        """Call the forward of ``kind``, whose calls take these sizes."""
         with _Sizes(self.given_sizes):
             return kind.forward(self, *args, **kwargs)
 
 
 class PaddedNorm(MixedIn):
-    """A module that averages over inputs of which some are gone; all of them were zero.
+    """Module that averages over its inputs, after the removal of inputs that were all zero.
 
-    Its code takes averages by itself, in whatever way. It runs on zeros in the places of what is
-    gone, at the end of each dim, and what it gives there is left out.
+    Its code may compute averages in any way. It runs on inputs and parameters that are padded with
+    zeros at the end of each cut dim, and its outputs there are left out.
 
     Attributes:
-        whole_sizes: name of a parameter (empty: its input and what it gives), dim, and how many
-            positions that had before.
+        whole_sizes: name of a parameter (empty: its input and output), dim, and the number of
+            positions before the cut.
     """
 
     whole_sizes: list[Any]
 
     def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
-        """Call the forward of its own class on all inputs that there were. Shape: as its input."""
+        """Call the forward of ``kind`` on padded inputs. Shape: as its input."""
         inputs: list[Tensor] = list(args) + list(kwargs.values())
         (given,) = inputs
         tensors = {"": given, **{name: getattr(self, name) for name in self._parameters}}
@@ -126,13 +125,13 @@ class PaddedNorm(MixedIn):
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return ``x`` with zeros behind the last position of a dim, up to this size."""
+    """Pad ``x`` with zeros at the end of a dim, up to this size."""
     after = -dim - 1 if dim < 0 else x.ndim - 1 - dim
     return F.pad(x, [0, 0] * after + [0, size - x.shape[dim]])
 
 
 def are_whole_sizes(data: Any) -> bool:
-    """Return whether this may be the ``whole_sizes`` of a PaddedNorm."""
+    """Return whether the data is valid as ``whole_sizes`` of a PaddedNorm."""
     return isinstance(data, (tuple, list)) and all(
         isinstance(each, (tuple, list))
         and [type(value) for value in each] == [str, int, int]
@@ -142,7 +141,7 @@ def are_whole_sizes(data: Any) -> bool:
 
 
 def are_sizes_of_calls(data: Any) -> bool:
-    """Return whether this may be the ``given_sizes`` of a GivenSizes."""
+    """Return whether the data is valid as ``given_sizes`` of a GivenSizes."""
     return isinstance(data, (tuple, list)) and all(
         isinstance(call, (tuple, list))
         and len(call) == 3
@@ -157,7 +156,7 @@ def are_sizes_of_calls(data: Any) -> bool:
 
 
 class _Sizes(TorchFunctionMode):
-    """Gives the functions that take sizes those that they are to have."""
+    """Mode that replaces the sizes in calls of functions by recorded ones."""
 
     def __init__(self, calls: Sequence[Any]) -> None:
         super().__init__()
@@ -186,14 +185,14 @@ class _Sizes(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _known(self, name: str, count: int) -> Any:
-        """The sizes of the next such call; None if nothing is known of any."""
+        """Return the recorded sizes of the next such call; None if none were recorded."""
         known = self.left.get((name, count))
         if known == []:
             raise RuntimeError(f"{name} is called more often than sizes are known for it")
         return None if known is None else known.pop(0)
 
     def _with_sizes(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of such a call with the sizes that are known."""
+        """Return the arguments of such a call with the recorded sizes."""
         place, keys = _TAKE_SIZES[name]
         key = next((each for each in keys if each in kwargs), None)
         given, after = (args[place] if key is None else kwargs[key]), args[place + 1 :]
@@ -224,9 +223,9 @@ def _normed(
 def layer_norm(
     x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Normalise over the last dim, of which ``before`` values were there, those gone all zero.
+    """Normalise over the last dim as if it were padded with zeros to ``before`` values.
 
-    This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
+    One pass of the operator takes a fraction of the time of separate averages and arithmetic.
     """
     left = x.shape[-1]
     gone = [0, before - left]

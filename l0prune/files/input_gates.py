@@ -1,8 +1,8 @@
-"""Networks whose blocks open and close channels by their input: the gating modules and their hooks.
+"""Input gates: modules and hooks that open and close the channels of blocks by their input.
 
-Before a block its input, averaged over all positions, goes through a small network, which says for
-each channel of the block's inner axis how likely it is open. z of these gates multiplies what reads
-the axis, so that a closed channel is nothing but a zero wherever it is read.
+Before a block its input, averaged over all positions, goes through an ``InputGate``, which computes
+log α for each channel of the block's inner axes. z of these gates multiplies the inputs of the
+layers that read an axis, so that a closed channel is zero wherever it is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reader(NamedTuple):
     Attributes:
         path: of the layer in the network.
         axis: its number among those of the block.
-        dim: the dim of the layer's input that the axis is, from the end.
+        dim: the dim of the layer's input along which the axis runs, from the end.
     """
 
     path: str
@@ -32,16 +32,16 @@ class Reader(NamedTuple):
 
 
 class GatedBlock(NamedTuple):
-    """A block whose inner axes have gates.
+    """Block whose inner axes have input gates.
 
     Attributes:
         path: of the block in the network.
-        widths: slots of each axis.
+        widths: number of slots of each axis.
         readers: all layers that read one of the axes.
         channels: of the block's input.
         dim: the dim of the block's input that holds them, from the end.
-        each_position: every position has gates of its own, instead of every example.
-        skips: there is one gate more, of the whole block.
+        each_position: whether every position has separate gates, instead of every example.
+        skips: whether there is one more gate for the whole block.
     """
 
     path: str
@@ -54,10 +54,10 @@ class GatedBlock(NamedTuple):
 
 
 STEEP = 20.0
-"""By how much log α is larger than what the Linears say: gates have farther to go than weights."""
+"""Factor from the Linears' outputs to log α: gates have farther to move than weights."""
 
 Work = tuple[str, int, tuple[int, ...], float]
-"""A layer, the number of its block, the axes of that by which it grows, and its MACs."""
+"""Path of a layer, index of its block, that block's axes by which MACs scale, and its MACs."""
 
 
 class InputGate(nn.Module):
@@ -65,10 +65,10 @@ class InputGate(nn.Module):
 
     Attributes:
         gate: the kind of gate; its tensors have the shape of a batch here.
-        is_recording: ``chances`` are kept in eval mode, too.
-        chances: of the last forward in training mode, P(z ≠ 0) of the gates of each axis, and at
-            last of the block's where it has one; in eval mode whether they were open. Shape
-            (examples, …, slots); with a graph.
+        is_recording: whether ``chances`` are kept in eval mode, too.
+        chances: of the last forward in training mode, P(z ≠ 0) of the gates of each axis, and last
+            of the block's gate if it has one; in eval mode whether they were open. Shape
+            (examples, …, slots); with an autograd graph.
     """
 
     def __init__(self, block: GatedBlock, hidden: int, gate: Gate) -> None:
@@ -82,7 +82,7 @@ class InputGate(nn.Module):
         self.chances: list[Tensor] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: nothing of the last forward."""
+        """Return the state for a copy, without values of the last forward."""
         return {**self.__dict__, "_now": [], "chances": []}
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -109,7 +109,7 @@ class InputGate(nn.Module):
 
     @staticmethod
     def _log_alpha(found: Tensor) -> Tensor:
-        """Return what a Linear says as log α, in float32 at least, whatever autocast does."""
+        """Return a Linear's output as log α, in at least float32 also under autocast."""
         return STEEP * (found.float() if found.dtype.itemsize < 4 else found)
 
     def _z(self, logits: Tensor) -> Tensor:
@@ -126,19 +126,19 @@ class InputGate(nn.Module):
     # --- hooks ------------------------------------------------------------------------------
 
     def before(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hook before the block: look at its input."""
+        """Hook before the block: compute z from its input."""
         self._now = self(args[0])
 
     def after(self, *_: Any) -> None:
-        """Hook after the block: forget what was for it alone."""
+        """Hook after the block: discard its z."""
         self._now = []
 
     def scale(
         self, axis: int, dim: int, _: nn.Module, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Hook before a layer that reads an axis: multiply its input."""
+        """Hook before a layer that reads an axis: multiply its input by z."""
         if not self._now:
-            return None  # it is called by itself, outside of the block
+            return None  # the layer is called outside of the block
         x, z = args[0], self._now[axis]
         between = x.dim() - z.dim() + dim + 1
         for _number in range(between):
@@ -149,22 +149,22 @@ class InputGate(nn.Module):
 
 
 class InputGatedNetwork(nn.Module):
-    """A network with gates that follow its input, as ``l0prune.add_input_gates`` makes it.
+    """Network with input gates, as ``l0prune.add_input_gates`` makes it.
 
-    Its answers are the network's. The network in it has its own class and tensors; hooks on the
-    blocks and on the layers that read their inner axes do the rest, until ``take_off``.
+    It returns the network's outputs. The network keeps its class and tensors; hooks on the
+    blocks and on the layers that read their inner axes apply the gates, until ``take_off``.
 
     Attributes:
-        network: the user's.
+        network: the user's network.
         gates: one ``InputGate`` for each of ``blocks``.
-        blocks: where they are.
-        work: what follows the gates: of each layer its path, the number of its block, the axes
-            of that by which it grows, and its MACs at the network's first size.
+        blocks: the gated blocks.
+        work: the layers whose MACs depend on gates: path, index of the block, the axes of that
+            by which they scale, and the MACs at the network's first size.
         macs: of the whole at its first size, gating modules included.
         target: share of those MACs that is to be computed on average; None for a price.
         price: of that share, in units of the loss, where there is no target.
         shape: weight of batch-shaping.
-        multiplier: what stands for the price under a target; it learns (``input_penalty``).
+        multiplier: learned price under a target (``input_penalty``).
     """
 
     multiplier: Tensor
@@ -204,7 +204,7 @@ class InputGatedNetwork(nn.Module):
                 self._handles.append(layer.register_forward_pre_hook(hook))
 
     def take_off(self) -> nn.Module:
-        """Return the network without its hooks, as it was but for what it has learned."""
+        """Remove the hooks and return the network, with the weights that it has learned."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -212,11 +212,11 @@ class InputGatedNetwork(nn.Module):
 
     @property
     def stands_for(self) -> nn.Module:
-        """The network whose arguments its forward has."""
+        """The wrapped network, whose arguments the forward takes."""
         return self.network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the network does; inputs are its own."""
+        """Return the network's output; inputs are those of the network."""
         return self.network(*args, **kwargs)
 
     @property
@@ -231,10 +231,10 @@ class InputGatedNetwork(nn.Module):
 
     @classmethod
     def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> InputGatedNetwork:
-        """Return a network with such gates, which have no values yet.
+        """Build a network with input gates from ``facts``; their weights are not loaded.
 
         Raises:
-            AttributeError, KeyError, TypeError: these are no such facts.
+            AttributeError, KeyError, TypeError: the facts are invalid.
         """
         blocks = [
             GatedBlock(path, tuple(widths), tuple(Reader(*each) for each in readers), *rest)

@@ -32,7 +32,7 @@ class Origin(Strict):
     """Code that builds the model at its old sizes.
 
     Attributes:
-        kind: the class, for people: module and name.
+        kind: module and name of the class, for messages.
         transformers: the name of a class of transformers, which ``config`` builds.
         config: its configuration; None where there is none.
         spec: of a package or a Python file, as ``load_model`` takes it.
@@ -45,12 +45,12 @@ class Origin(Strict):
 
     @property
     def is_known(self) -> bool:
-        """Return whether anything but the user's own code can build it."""
+        """Return whether a class of transformers or a spec builds the model."""
         return bool(self.transformers or self.spec)
 
 
 class Rebuild(Strict):
-    """Proof that the class, resized like this, computes the same; if not, the reason."""
+    """Whether the resized class was shown to compute the same, and the reason if not."""
 
     verified: bool
     reason: str = ""
@@ -61,19 +61,19 @@ class Manifest(Strict):
     """A smaller model without its tensors.
 
     Attributes:
-        version: of the format.
+        version: of the file format.
         versions: of the packages that wrote it.
         origin: what builds the model at its old sizes.
         shapes: of every tensor of the state_dict.
         constants: of tensors that are cut and not in the state_dict.
         attributes: by module path, those that have changed.
         layers: by module path, the class of ``cut_layers`` that the module has become.
-        dropped: parameters of branches that are gone, in whose place the class has zeros.
+        dropped: parameters of removed branches, which are zeros in the class.
         rebuild: whether the class can be used.
         tied: further names of tensors that are stored under another one.
-        save: drawn anew for each save, as the tensors beside the manifest have it.
+        save: random id of the save, which the file of the tensors has, too.
         certificate: the comparisons of the export, where its weights are those of the file.
-        changed: what is to be known where they are not; else empty.
+        changed: note for the user if they are not; else empty.
         preprocessing: of images, as ``l0prune.data.preprocessing`` has it; None where unknown.
         digest: of all the rest.
     """
@@ -101,7 +101,7 @@ class Manifest(Strict):
 
 
 def parsed(content: Any, where: object) -> Manifest:
-    """Return the manifest that JSON, as text or data, says; messages call it ``where``."""
+    """Parse a manifest from JSON, as text or data; messages call it ``where``."""
     return checked(content, Manifest, FORMAT, where, ", or no manifest of l0prune")
 
 
@@ -109,7 +109,7 @@ GENERATION = "generation_config.json"
 
 
 def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
-    """Build the model at its old sizes; its weights are anything.
+    """Build the model at its old sizes, with arbitrary weights.
 
     Messages call the file that names it ``where``. With ``trust`` any code that it names is run.
     Raises:
@@ -126,7 +126,7 @@ def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
         model = from_code(origin.spec)
     if not isinstance(model, nn.Module):
         raise FileError(f"{where} names {origin.spec}, which made no nn.Module.")
-    return copied(model)  # a file may hold one model for all who ask for it
+    return copied(model)  # a file may return the same model each time
 
 
 def _of_transformers(origin: Origin, where: str) -> nn.Module:
@@ -145,7 +145,7 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
         )
     try:
         model = configured(kind, origin.config or {})
-    # A configuration that somebody else wrote can be wrong in as many ways as there are.
+    # A foreign configuration can raise anything.
     except Exception as error:
         raise FileError(
             f"{where} does not say how to build its {name}: {in_a_line(error)}"
@@ -154,7 +154,7 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
 
 
 def settled(model: nn.Module, folder: PathLike) -> nn.Module:
-    """Return the model in eval mode, with the settings for generation that lie in its folder."""
+    """Return the model in eval mode, with its folder's settings for generation, if any."""
     if hasattr(model, "generation_config") and (Path(folder) / GENERATION).is_file():
         transformers = importlib.import_module("transformers")
         try:

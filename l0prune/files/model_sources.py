@@ -1,4 +1,4 @@
-"""Model sources: where an nn.Module comes from, and the example input to look at it with."""
+"""Model sources: nn.Modules from files, code and names, and example inputs from texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from l0prune.files.user_code import (
 )
 from l0prune.gating.bank import Gates
 
-# What training scripts call the weights in their checkpoints.
+# Keys under which training scripts keep the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 
@@ -69,7 +69,7 @@ def _build(spec: str, trust_pickle: bool) -> Any:
 
 
 def _read(path: str, trust_pickle: bool) -> Any:
-    """Read a file of torch or of safetensors; a gated model has its mark beside tensors."""
+    """Read a file of torch or of safetensors; for a gated model add the key ``GATED``."""
     if not is_tensor_file(path):
         return load_pickle(path, trust=trust_pickle)
     mark = {GATED: True} if GATED in read_texts(path) else {}
@@ -77,7 +77,7 @@ def _read(path: str, trust_pickle: bool) -> Any:
 
 
 def _code_without_name(path: str) -> str:
-    """Say which names a Python file has for a model; the file is read and not run."""
+    """Return the error for code without a name, with candidates; the file is not run."""
     try:
         body = ast.parse(Path(path).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -103,7 +103,7 @@ def _no_source(spec: str) -> str:
 
 
 def _published(spec: str, weights: str | None) -> nn.Module | None:
-    """A torchvision model with the weights of that name; None where they are a file."""
+    """Return a torchvision model with published weights; None if ``weights`` are no such name."""
     kind, _, name = spec.partition(":")
     if kind != "torchvision" or weights is None or Path(weights).exists():
         return None
@@ -112,7 +112,7 @@ def _published(spec: str, weights: str | None) -> nn.Module | None:
     known = list(models.get_model_weights(name).__members__) if name in models.list_models() else []
     if weights not in (*known, "DEFAULT"):
         if Path(weights).suffix or not known:
-            return None  # meant as a file, or as another model: whoever opens it says so
+            return None  # meant as a file, or as another model: opening it raises the error
         raise UsageError(
             f"{weights!r} is neither a file nor weights of {spec}; there are {', '.join(known)}."
         )
@@ -137,7 +137,7 @@ def _no_module(spec: str, found: Any) -> str:
 
 
 def _states_in(found: Any) -> dict[str, Mapping[str, Any]]:
-    """The state_dicts in a file, by their key; "" for the file as a whole."""
+    """Return the state_dicts in a file, by their key; "" for the file as a whole."""
     if not isinstance(found, Mapping):
         return {}
     if _is_state(found):
@@ -146,7 +146,7 @@ def _states_in(found: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _is_state(found: Any) -> bool:
-    """Names with tensors; a module may have put further things of its own beside them."""
+    """Return whether the object is a state_dict, in which not all entries need be tensors."""
     return (
         isinstance(found, Mapping)
         and all(isinstance(name, str) for name in found)
@@ -157,7 +157,7 @@ def _is_state(found: Any) -> bool:
 def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
     """Load a state_dict, bare or in a checkpoint, with or without the names' usual prefixes.
 
-    That of a smaller model, in a file of ours, makes the model smaller.
+    The file of a smaller model also resizes the model.
     """
     if is_smaller_model(path):
         resize(model, path)
@@ -183,7 +183,7 @@ def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
 
 
 def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The state without the prefixes that wrappers (DataParallel, torch.compile) put on names."""
+    """Remove the prefixes of wrappers (DataParallel, torch.compile) from the state's names."""
     result, own = dict(state), model.state_dict().keys()
     for prefix in ("module.", "_orig_mod.", "module."):
         if all(n.startswith(prefix) for n in result) and not result.keys() & own:
@@ -192,7 +192,7 @@ def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def write_model(model: nn.Module, folder: Path) -> None:
-    """Write a model into a folder: one of transformers as it does, another pickled as model.pt."""
+    """Write a model into a folder: by transformers for its models, else pickled as model.pt."""
     writer: Any = model
     if class_of_transformers(type(model)):
         writer.save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Conversion of ONNX graphs: layers of torch.nn with the file's weights, under its names.
+"""Conversion of ONNX graphs to torch.nn layers with the file's weights and names.
 
-A convolution becomes an ``nn.Conv2d``, a product with a matrix of the file an ``nn.Linear``, and
-what else an operator does is in ``onnx_operators`` or converted by onnx2pytorch.
+A convolution becomes an ``nn.Conv2d``, a product with a matrix of the file an ``nn.Linear``; other
+operators are in ``onnx_operators`` or converted by onnx2pytorch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Graph:
     """Content of a file that a conversion reads.
 
     Attributes:
-        model: its content, without functions of its own.
-        weights: its arrays, by name.
-        inputs, outputs: the names of those that are given and returned.
-        ranks: how many dims values have, by name, where that is known.
+        model: the ONNX model, with local functions inlined.
+        weights: initializers and constants as arrays, by name.
+        inputs, outputs: names of the graph's inputs and outputs.
+        ranks: number of dims of each value, by name, if known.
         opset: of the operators.
     """
 
@@ -47,7 +47,7 @@ class Graph:
 
 
 def network_of(graph: Graph) -> OnnxNetwork:
-    """Return a network whose forward has the inputs of the graph for its parameters.
+    """Convert a graph to a network whose forward takes the graph's inputs.
 
     Raises:
         FileError: an operator cannot be converted.
@@ -63,7 +63,7 @@ _OF_FUNCTIONS = (*_OF_LISTS, "OneHot", "TopK", "CumSum", "Clip", "Range")
 
 @dataclass
 class _Conversion:
-    """Makes the steps of a network, node by node."""
+    """Converter of a graph's nodes to the steps of a network."""
 
     network: OnnxNetwork
     graph: Graph
@@ -71,7 +71,7 @@ class _Conversion:
     parameters: dict[tuple[str, bool], nn.Parameter] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Convert all nodes, then keep what they read of the file's arrays.
+        """Convert all nodes, then store the arrays of the file that the steps read.
 
         Raises:
             FileError: an operator cannot be converted.
@@ -118,14 +118,14 @@ class _Conversion:
         module, takes = self._from_library(node)
         path = self._place(self._home(node), module)
         if node.op_type == "Resize" and len(takes) > 2:
-            takes = (takes[0], "", *takes[2:])  # a region, which onnx2pytorch does not know
+            takes = (takes[0], "", *takes[2:])  # the roi input, which onnx2pytorch does not support
         while takes and not takes[-1]:
             takes = takes[:-1]
         is_sized = node.op_type in _OF_LISTS
         self.network._steps.append(Step(path, takes, outputs, label, is_sized))
 
     def _from_library(self, node: onnx.NodeProto) -> tuple[nn.Module, tuple[str, ...]]:
-        """The operator as onnx2pytorch has it, and what it takes at each call."""
+        """Convert a node by onnx2pytorch; return the module and the names of its inputs."""
         import onnx
         from onnx2pytorch.constants import STANDARD_LAYERS
         from onnx2pytorch.convert.operations import convert_operations
@@ -148,25 +148,25 @@ class _Conversion:
         return name in self.graph.weights
 
     def _home(self, node: onnx.NodeProto, weights: Sequence[str] = ()) -> str:
-        """Path for the module of a node, by the names of its weights or of itself."""
+        """Return the module path for a node, from its weights' names or from its name."""
         for name in weights or [name for name in node.input if self._is_array(name)]:
             path, _, leaf = name.rpartition(".")
             if path and leaf in ("weight", "bias"):
                 return path
-        name, *_ = node.name.split(";")  # TensorFlow names what was fused by all of it
+        name, *_ = node.name.split(";")  # TensorFlow joins the names of fused operators
         scope = [part for part in name.split("/") if part]
         if len(scope) > 1:
             return ".".join(scope[:-1])
         return name or f"{node.op_type}_{node.output[0]}"
 
     def _place(self, path: str, module: nn.Module) -> str:
-        """Put the module at the path, or at one of nearly that name; return it."""
+        """Add the module at the path, with a number if the name is taken; return its path."""
         *above, last = [part for part in path.split(".") if part] or ["layer"]
         at, taken = self._container(above)
         number, name = 1, last
         while hasattr(at, name):
             held = at._modules.get(name)
-            # a container of what the names begin with
+            # a plain container at this path: the module takes over its children
             if type(held) is nn.Module and not any(hasattr(module, n) for n in held._modules):
                 for child, inner in list(held.named_children()):
                     module.add_module(child, inner)
@@ -177,7 +177,7 @@ class _Conversion:
         return ".".join((*taken, name))
 
     def _keep(self, name: str) -> None:
-        """Keep an array that the steps read: sizes as they are, weights as parameters."""
+        """Store an array that steps read: as an array for sizes, else a parameter or a buffer."""
         array = self.graph.weights[name]
         readers = self.kinds_of_readers[name]
         is_short = array.size <= LARGEST_HOST and array.ndim <= 1
@@ -201,7 +201,7 @@ class _Conversion:
         self.network._places[name] = (".".join(taken), leaf)
 
     def _container(self, parts: Sequence[str]) -> tuple[nn.Module, list[str]]:
-        """The module at a path, made where there is none, and the parts of its real path."""
+        """Return the module at a path, added if absent, and the parts of its actual path."""
         at: nn.Module = self.network
         taken = []
         for name in parts:
@@ -213,10 +213,9 @@ class _Conversion:
         return at, taken
 
     def parameter(self, name: str, *, turned: bool = False) -> nn.Parameter:
-        """The array as a parameter, the same one each time; ``turned``: transposed.
+        """Return the array as a parameter, cached by name; ``turned`` transposes it.
 
-        Of a vector it is a new one each time: exporters store equal ones, such as biases of zero,
-        under one name.
+        Vectors are not cached: exporters store equal ones, such as zero biases, under one name.
         """
         array = self.graph.weights[name]
         made = nn.Parameter(torch.from_numpy(np.array(array.T if turned else array)))
@@ -225,7 +224,7 @@ class _Conversion:
     def add_layer(
         self, node: onnx.NodeProto, made: nn.Module, arrays: Sequence[str], read: Sequence[str]
     ) -> None:
-        """Append a step that calls the layer with what it reads beside its arrays."""
+        """Append a step that calls the layer on the values ``read``, without its arrays."""
         key = (node.op_type, *node.input[1:], *(a.SerializeToString() for a in node.attribute))
         if key not in self.layers:
             self.layers[key] = self._place(self._home(node, arrays), made)
@@ -234,7 +233,7 @@ class _Conversion:
         self.network._steps.append(step)
 
     def bias_after(self, node: onnx.NodeProto, size: int) -> tuple[str, onnx.NodeProto] | None:
-        """Return the array that the only reader of a product adds to it, and that reader."""
+        """Return the bias array and its Add node if that node is the product's only reader."""
         (out,) = node.output
         after = self.by_input.get(out)
         if self.readers[out] != 1 or after is None or after.op_type != "Add":
@@ -245,13 +244,13 @@ class _Conversion:
 
 
 def _is_made_up(name: str) -> bool:
-    """Return whether it is a name that torch's exporter gives to a value, and will give again."""
+    """Return whether torch's exporter made up the name, and could give it again."""
     plain = re.sub(r"(_\d+)+$", "", name)
     return plain == "val" or hasattr(torch.ops.aten, plain)
 
 
 def _free_name(at: nn.Module, name: str, kind: type | None) -> str:
-    """Return the name, or one like it where a module has something else of that name."""
+    """Return the name, with underscores appended while another attribute has it."""
     name = name or "value"
     while hasattr(at, name) and not (kind and name in at._modules):
         name += "_"
@@ -283,7 +282,7 @@ def constant(node: onnx.NodeProto) -> np.ndarray[Any, Any]:
     """Return the array of a Constant node.
 
     Raises:
-        NotImplementedError: it is none of numbers.
+        NotImplementedError: the constant is not numeric.
     """
     ((name, value),) = attributes(node).items()
     kind = {"value_float": np.float32, "value_floats": np.float32}.get(name)
@@ -329,7 +328,7 @@ def _convolution(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) ->
 
 
 def _padded(c: _Conversion, node: onnx.NodeProto) -> bool:
-    """A convolution whose padding depends on the input's size, as onnx2pytorch makes it."""
+    """Convert by onnx2pytorch a convolution whose padding depends on the input size."""
     module, _ = c._from_library(node)
     arrays = [name for name in node.input[1:] if name]
     c.add_layer(node, module, arrays, node.input[:1])
@@ -346,7 +345,7 @@ def _filled(
 
 
 def _linear(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
-    """A product with a matrix of the file, with the bias that is added to it alone."""
+    """Convert a product with a matrix of the file, and a bias added only to it, to nn.Linear."""
     read, name = node.input[:2]
     is_plain = not given.get("transA") and {given.get("alpha", 1.0), given.get("beta", 1.0)} == {1}
     if c._is_array(read) or not c._is_array(name) or not is_plain:

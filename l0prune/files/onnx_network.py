@@ -1,4 +1,4 @@
-"""Networks made of ONNX graphs: the steps of the graph, on layers of torch.nn."""
+"""Networks converted from ONNX graphs: the steps of the graph, on layers of torch.nn."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from l0prune.files.onnx_operators import Host, numbers, tensor
 
 @dataclass(frozen=True)
 class Origin:
-    """The file that a network was made from, and how near the network is to it.
+    """Source file of a network, and the network's measured error.
 
     Attributes:
         file: its path.
         sha256: of its bytes, without those of weights beside it.
         inputs, outputs: names in the file.
         batch: examples on which ONNX Runtime, with the file, and the network were compared.
-        error: their largest difference, of the output's scale; in float32.
-        tolerance: what it was allowed to be.
+        error: their largest difference, relative to the output's scale; in float32.
+        tolerance: the largest error allowed.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Step:
-    """One node: ``operation`` of values by name, which are the file's names.
+    """Node of the graph: an ``operation`` on values, by their names in the file.
 
     Attributes:
         operation: a function, or the path of a submodule.
@@ -56,7 +56,7 @@ class Step:
 
 
 class OnnxNetwork(nn.Module):
-    """A network that computes what the graph of an ONNX file says.
+    """Network that computes the graph of an ONNX file.
 
     Its forward takes the file's inputs, by their names where Python allows them, and returns its
     output, or a tuple of several.
@@ -122,7 +122,7 @@ class OnnxNetwork(nn.Module):
 
 
 def _plain(value: Any, like: Tensor | None, as_list: bool) -> Any:
-    """Return what a module takes for a list of sizes: a list, a number or a tensor."""
+    """Convert a list of sizes to a module's argument: a list, a number or a tensor."""
     if not isinstance(value, np.ndarray):
         return value
     if value.ndim == 1 and as_list:
@@ -131,7 +131,7 @@ def _plain(value: Any, like: Tensor | None, as_list: bool) -> Any:
 
 
 def class_of(inputs: Sequence[str]) -> type[OnnxNetwork]:
-    """Return a class whose forward has these inputs for its parameters."""
+    """Return a subclass of OnnxNetwork whose forward has these inputs as parameters."""
 
     def forward(self: OnnxNetwork, *args: Any, **kwargs: Any) -> Any:
         return self.computed(*args, **kwargs)
@@ -144,6 +144,6 @@ def class_of(inputs: Sequence[str]) -> type[OnnxNetwork]:
 
 
 def identifier(name: str) -> str:
-    """Return the name as one that Python allows for a parameter."""
+    """Convert a name to a valid name of a Python parameter."""
     plain = re.sub(r"\W", "_", name, flags=re.ASCII)
     return plain if plain.isidentifier() and plain not in ("self", "None") else f"input_{plain}"

@@ -1,7 +1,7 @@
-"""Operators of ONNX in torch, where sizes stay numbers: what a graph computes of shapes alone.
+"""ONNX operators in torch that keep computations on shapes as numbers.
 
-A value is a tensor, or a numpy array of sizes and constants (``Host``), whose entries may be sizes
-that torch.export leaves free. What is not here is converted by onnx2pytorch.
+A value is a tensor, or a numpy array of sizes and constants (``Host``), whose entries may be
+symbolic sizes of torch.export. Other operators are converted by onnx2pytorch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Operator = Callable[..., Value]
 
 LARGEST_HOST = 64  # entries; an array with more is no list of sizes
 OPERATORS: dict[str, Operator] = {}
-"""By ONNX's name, called with the attributes and the values."""
+"""Functions of the attributes and the values, by ONNX's name of the operator."""
 
 
 def host(value: Any) -> Host:
@@ -35,7 +35,7 @@ def host(value: Any) -> Host:
 
 
 def tensor(value: Value, like: Tensor | None = None) -> Value:
-    """Return a tensor in the place of a Host; floats are of the dtype of ``like``."""
+    """Convert a Host to a tensor, with floats in the dtype of ``like``; return others unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     kind = torch.from_numpy(np.zeros(0, np.int64 if value.dtype == object else value.dtype)).dtype
@@ -48,7 +48,7 @@ def numbers(value: Value) -> list[Any]:
     """Return the entries of a list of sizes.
 
     Raises:
-        NotImplementedError: they depend on values of tensors.
+        NotImplementedError: the sizes depend on values of a tensor.
     """
     if isinstance(value, Tensor):
         raise NotImplementedError("a size that depends on the values of a tensor")
@@ -64,7 +64,7 @@ def _operator(*names: str) -> Callable[[Operator], Operator]:
 
 
 def _elementwise(on_tensors: Operator, on_hosts: Operator) -> Operator:
-    """Return an operator of two or more values that are broadcast."""
+    """Return a broadcasting elementwise operator for two or more values."""
 
     def apply(_: Attributes, *values: Value) -> Value:
         if all(isinstance(value, np.ndarray) for value in values):
@@ -76,7 +76,7 @@ def _elementwise(on_tensors: Operator, on_hosts: Operator) -> Operator:
 
 
 def _operand(value: Value, like: Tensor) -> Value:
-    """Return what torch's operators take: a number where the Host is one."""
+    """Return a Host as an operand for torch: a number if it has one entry, else a tensor."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.ndim <= like.ndim:
         (number,) = numbers(value)
         return number
@@ -213,7 +213,7 @@ def _slice(
 
 
 def _is_end(end: Any, stride: int) -> bool:
-    """Check for the numbers by which ONNX says that a slice goes on to the end."""
+    """Return whether a slice's end is one of ONNX's sentinels for the end of the dim."""
     return isinstance(end, int) and (end >= 2**31 - 1 if stride > 0 else end <= 1 - 2**31)
 
 
@@ -226,7 +226,7 @@ def _reshape(given: Attributes, x: Value, shape: Value = None) -> Value:
 
 
 def _is(size: Any, number: int) -> bool:
-    """Check for a number, without a guess of what a free size is."""
+    """Return whether a size is this number; False for a symbolic size, which gets no guard."""
     return isinstance(size, int) and size == number
 
 

@@ -1,10 +1,10 @@
-"""ONNX Runtime on the CPU."""
+"""Sessions of ONNX Runtime on the CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_ERRORS_ALONE = 3  # of its log
+_ERRORS_ALONE = 3  # severity of its log
 
 
 def session_of(content: bytes | str, *, optimizes: bool = True, log: int = _ERRORS_ALONE) -> Any:
@@ -12,10 +12,10 @@ def session_of(content: bytes | str, *, optimizes: bool = True, log: int = _ERRO
 
     Args:
         content: bytes or path.
-        optimizes: False to compute the model as it stands.
-        log: the least severity of what it logs; 4 for nothing but what is fatal.
+        optimizes: False to disable graph optimization.
+        log: the lowest severity that is logged; 4 for fatal errors only.
     """
-    import onnxruntime  # here, since only who runs a file need wait for it to load
+    import onnxruntime  # here, since it loads slowly, and only running a file needs it
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = log

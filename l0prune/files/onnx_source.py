@@ -1,6 +1,6 @@
-"""ONNX files as models: read as if somebody hostile had made them, converted, and compared.
+"""ONNX files as models: read as untrusted input, converted to torch, and verified.
 
-A network made of a file is compared with that file, run by ONNX Runtime, before it is handed out.
+A converted network is compared with its file, run by ONNX Runtime, before it is returned.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FIRST_OPSET = 7
 _MAX_ELEMENTS = 2**31  # of any value that the graph computes
 # Sizes of free dims, tried in this order until ONNX Runtime runs the file.
 _SIZES = {"f": (224, 256, 128, 64, 32, 16, 512, 640, 16000), "i": (16, 32, 64, 128, 8, 1)}
-# Deviations of floats that are drawn, and what integers are below.
+# Standard deviations of random floats, and exclusive upper bounds of random integers.
 _SCALES = ((1.0, 2), (10.0, 256), (0.1, 16))
-# Relative to the largest output; of a network that rounds more by itself, twice that much.
+# Relative to the largest output: the usual tolerance, and the most where float32 rounds more.
 _TOLERANCE, _LARGEST = 1e-5, 1e-4
-_TOLD = 1e-3  # a difference by which two inputs are told apart
+_TOLD = 1e-3  # outputs that differ by more depend on the input
 
 
 @dataclass(frozen=True)
 class Given:
-    """An input as the file declares it: sizes, and names of those that are free."""
+    """Declared input of the file: its dtype, and for each dim the size or a free size's name."""
 
     name: str
     dtype: torch.dtype
@@ -75,7 +75,7 @@ def load_onnx(path: str) -> OnnxNetwork:
     )
     is_freed = _declared_batch(given) == 1 and not network.fixed_batch
     network.example_input_array = tuple(
-        # torch.export takes a size of 1 for a constant
+        # torch.export treats a size of 1 as a constant
         torch.cat((x, other))
         if x.shape[:1] == (1,) and (is_freed or isinstance(each.dims[0], str))
         else x
@@ -88,7 +88,7 @@ def load_onnx(path: str) -> OnnxNetwork:
 def _converted(
     graph: Graph, given: Sequence[Given], session: Any, path: str
 ) -> tuple[OnnxNetwork, _Run]:
-    """The network, with a free batch if it can be, and the run in which it was the file's."""
+    """Return the network, with a free batch if possible, and the run that verified it."""
     batch, failure = _declared_batch(given), FileError("")
     freed = network_of(_with_free_batch(graph)) if batch else None
     plain = None
@@ -108,14 +108,14 @@ def _converted(
 
 
 def _declared_batch(given: Sequence[Given]) -> int:
-    """The first size of all inputs, if it is one number; else 0."""
+    """Return the declared batch size if all inputs share one number; else 0."""
     first = {each.dims[0] for each in given if each.dims}
     (batch,) = first if len(first) == 1 else (0,)
     return batch if isinstance(batch, int) else 0
 
 
 def _read(path: Path) -> tuple[onnx.ModelProto, str]:
-    """The file's content with its weights, and its digest."""
+    """Read and check the ONNX model with external weights; return it and the file's SHA-256."""
     import onnx.inliner
 
     if not path.is_file():
@@ -123,7 +123,7 @@ def _read(path: Path) -> tuple[onnx.ModelProto, str]:
     content = path.read_bytes()
     try:
         model = onnx.load_model_from_string(content)
-    except Exception as error:  # of protobuf, which is onnx's and not ours
+    except Exception as error:  # protobuf's errors; only onnx depends on it
         raise FileError(f"{path} is damaged, or no ONNX file: {first_line(error)}.") from error
     if not model.graph.node:
         raise FileError(f"{path} is damaged, or no ONNX file: its graph has no nodes.")
@@ -153,7 +153,7 @@ def _opset(model: onnx.ModelProto) -> int:
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every array of a graph and of the graphs in its nodes."""
+    """Yield all tensors of a graph and of the subgraphs in node attributes."""
     yield from graph.initializer
     for attribute in (a for node in graph.node for a in node.attribute):
         yield from (attribute.t, *attribute.tensors)
@@ -251,12 +251,12 @@ def _given(value: onnx.ValueInfoProto, path: str) -> Given:
 
 
 def _ranks(model: onnx.ModelProto, path: str) -> dict[str, int]:
-    """Return the number of dims of each value, where shape inference finds it."""
+    """Return the number of dims of each value that shape inference finds; refuse huge ones."""
     import onnx
 
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    except Exception:  # of files of more than 2 GB, and of operators with odd shapes
+    except Exception:  # such as files above 2 GB, or operators with odd shapes
         return {}
     found = {}
     for value in (*graph.input, *graph.value_info, *graph.output):
@@ -270,9 +270,9 @@ def _ranks(model: onnx.ModelProto, path: str) -> dict[str, int]:
 
 
 def _with_free_batch(graph: Graph) -> Graph:
-    """The graph with reshapes that take any batch, where the batch comes first in them.
+    """Replace the first size of every constant Reshape shape by -1, for any batch.
 
-    At the declared batch they do what they did; at others a comparison shows whether it is right.
+    At the declared batch the result is the same; for others a comparison decides.
     """
     shapes = {
         node.input[1]
@@ -288,7 +288,7 @@ def _with_free_batch(graph: Graph) -> Graph:
 
 
 def _free(given: Sequence[Given]) -> dict[str, dict[int, str]]:
-    """Names of the free sizes beside the batch, by input."""
+    """Return the names of the free sizes except the batch, by input and dim."""
     found = {
         identifier(each.name): {
             number: identifier(size)
@@ -301,7 +301,7 @@ def _free(given: Sequence[Given]) -> dict[str, dict[int, str]]:
 
 
 def _session(path: str) -> Any:
-    """The file in ONNX Runtime, which computes it as it stands."""
+    """Load the file into ONNX Runtime, without graph optimization."""
     try:
         return session_of(path, optimizes=False, log=4)
     except Exception as error:
@@ -312,7 +312,7 @@ def _session(path: str) -> Any:
 
 @dataclass(frozen=True)
 class _Run:
-    """Outputs of the file in ONNX Runtime, and the error of a network beside them."""
+    """Outputs of the file in ONNX Runtime, and the error of a network compared with them."""
 
     example: tuple[Tensor, ...]
     outputs: Sequence[Tensor]
@@ -321,13 +321,13 @@ class _Run:
 
 
 def _runs(session: Any, given: Sequence[Given], path: str) -> Iterator[_Run]:
-    """Yield runs on inputs of the file's own shapes, of the first sizes that it takes.
+    """Yield runs on random inputs of the declared shapes, at the first free size that works.
 
-    Several, since an output that is near none on one input shows nothing but rounding. Last come
-    those whose outputs another input does not change, as of a softmax that is all on one class.
+    Inputs have several scales, since an output near zero shows nothing but rounding. Runs whose
+    outputs do not depend on the input, such as of a saturated softmax, come last.
 
     Raises:
-        FileError: it takes none.
+        FileError: the file runs at none of the sizes.
     """
     failed: list[str] = []
     same: list[_Run] = []
@@ -363,7 +363,7 @@ def _run(session: Any, given: Sequence[Given], example: tuple[Tensor, ...]) -> l
 
 
 def _turned(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Another example: the same numbers in another order."""
+    """Return the example with every input reversed along its last dim."""
     return tuple(x.flip(-1) if x.ndim else x for x in example)
 
 
@@ -391,13 +391,13 @@ def _example(given: Sequence[Given], size: int, scale: float, below: int) -> tup
 
 @torch.no_grad()
 def _compared(network: OnnxNetwork, run: _Run, path: str) -> _Run:
-    """The run with the difference of the network's outputs to it, and what is allowed.
+    """Return the run with the network's error and the tolerance for it.
 
-    Where that is more than usual, the outputs in float64 are what both are compared with: the file
-    may be as far from them as rounding alone puts the network, twice.
+    Above the usual tolerance the file is compared with the network in float64 instead: it may
+    deviate by twice the network's rounding error in float32.
 
     Raises:
-        FileError: it is too large.
+        FileError: the error is too large.
     """
     network.eval()
     try:
@@ -419,7 +419,7 @@ def _compared(network: OnnxNetwork, run: _Run, path: str) -> _Run:
 
 
 def _exact(network: OnnxNetwork, example: tuple[Tensor, ...]) -> list[Tensor]:
-    """The outputs in float64."""
+    """Return the network's outputs in float64."""
     before = torch.get_default_dtype()
     with one_at_a_time():
         try:
@@ -436,7 +436,7 @@ def _outputs(network: OnnxNetwork, example: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Largest difference over all outputs, each relative to its own largest value."""
+    """Return the largest difference over all outputs, relative to each one's largest value."""
     worst = 0.0
     for a, b in zip(expected, found, strict=True):
         if a.shape != b.shape:
@@ -451,7 +451,7 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def _stacks(network: OnnxNetwork, example: tuple[Tensor, ...]) -> bool:
-    """Check that two examples in one batch give what each gives alone."""
+    """Return whether a batch of two examples gives the same outputs as each example alone."""
     other = _turned(example)
     both = tuple(torch.cat(pair) for pair in zip(example, other, strict=True))
     try:

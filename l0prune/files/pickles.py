@@ -1,4 +1,4 @@
-"""Pickled models and the archives that hold them, read as if somebody hostile had made them."""
+"""Loading of pickled models, and of the archives that hold them, as untrusted input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from l0prune.errors import FileError, first_line
 from l0prune.files.allow_list import allowed, check_ordinary
 from l0prune.files.atomic import PathLike
 
-# A pickle names a few objects a layer; what it makes of one byte is at most some 200.
+# A pickle names a few objects per layer; one byte of it becomes at most about 200.
 _MAX_PICKLE = 32 * 2**20
 _CHUNK = 2**20
 _DAMAGE = (EOFError, NotImplementedError, OSError, ValueError, struct.error, zipfile.BadZipFile)
@@ -34,7 +34,7 @@ SAVE = "Save the whole module with torch.save(model, path)."
 
 
 def check_archive(file: str | io.BytesIO, name: str) -> None:
-    """Refuse an archive that is none of ``torch.save``, or that would unpack to more than it is.
+    """Refuse an archive not written by ``torch.save``, or that would unpack to more than its size.
 
     Messages call it ``name``.
 
@@ -57,7 +57,7 @@ def check_archive(file: str | io.BytesIO, name: str) -> None:
 
 def _check_kind(archive: zipfile.ZipFile, name: str) -> None:
     names = archive.namelist()
-    inside = {entry.partition("/")[2] for entry in names}  # all of it lies in one folder
+    inside = {entry.partition("/")[2] for entry in names}  # all entries are in one folder
     if inside & {"archive_format", "models/model.json", "serialized_exported_program.json"} or (
         "serialized_exported_program.json" in names
     ):
@@ -77,7 +77,7 @@ def _check_kind(archive: zipfile.ZipFile, name: str) -> None:
 
 
 def _check_directory(archive: zipfile.ZipFile, name: str) -> None:
-    """torch reads the archive anew: both must find the same directory, or checks are in vain."""
+    """Refuse an archive in which torch could find another directory than zipfile has checked."""
     file = archive.fp
     assert file is not None
     end = file.seek(-_END.size, os.SEEK_END)
@@ -112,7 +112,7 @@ def _check_entries(archive: zipfile.ZipFile, name: str) -> None:
 
 
 def _check_sums(archive: zipfile.ZipFile) -> None:
-    """Read every entry whole: the library compares its checksum, which torch does not look at."""
+    """Verify the checksum of every entry by reading it whole: torch ignores checksums."""
     for entry in archive.infolist():
         if entry.CRC:  # torch.serialization.set_crc32_options(False) writes none
             with archive.open(entry) as file:
@@ -162,9 +162,9 @@ def load_pickle(path: PathLike, *, trust: bool = False) -> Any:
 
 
 def load_bytes(content: bytes, name: str, *, trust: bool = False, room: int = 0) -> Any:
-    """Like ``load_pickle`` for a file in memory; ``name`` stands for it in messages.
+    """Load a file in memory as ``load_pickle`` does; messages call it ``name``.
 
-    Its tensors may look larger than ``content`` by so many bytes of ``room``.
+    Its tensors may look larger than ``content`` by ``room`` bytes.
     """
     file = io.BytesIO(content)
     check_archive(file, name)
@@ -172,7 +172,7 @@ def load_bytes(content: bytes, name: str, *, trust: bool = False, room: int = 0)
 
 
 def check_exists(source: Path) -> None:
-    """Raise FileError where there is no ordinary file, which alone can be read without waiting."""
+    """Raise FileError unless the path is an ordinary file; reading any other could block."""
     if source.is_dir():
         raise FileError(f"{source} is a folder, not a model file.")
     if not source.exists():
@@ -185,7 +185,7 @@ def check_exists(source: Path) -> None:
 
 
 def check_whole(source: Path) -> None:
-    """Raise FileError where a file is none that ``torch.save`` wrote, or is only a part of one."""
+    """Raise FileError for a file that ``torch.save`` did not write, or that is truncated."""
     check_exists(source)
     try:
         with source.open("rb") as file:
@@ -216,7 +216,7 @@ def _load(file: str | io.BytesIO, name: str, trust: bool, room: int = 0) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise FileError(_refusal(name, _is_old(file), error)) from error
-    # A pickle is a program that somebody else wrote: it can make anything at all go wrong.
+    # A pickle is a foreign program, which can raise anything.
     except Exception as error:
         raise FileError(f"{name} is damaged or truncated: {first_line(error)}") from error
     return found
@@ -231,7 +231,7 @@ def _is_old(file: str | io.BytesIO) -> bool:  # as torch before 1.6 wrote it
 
 
 def _needed(file: str | io.BytesIO, name: str) -> list[Any]:
-    """The globals that the file names, each with the object that may stand for it."""
+    """Return the globals that the file names, each after the object that replaces it."""
     if _is_old(file):
         return []  # state_dicts need none, modules cannot be read
     globals_ = sorted(get_unsafe_globals_in_checkpoint(file))
@@ -281,7 +281,7 @@ def _importable_from_here() -> Iterator[None]:
 
 
 def _refusal(name: str, is_old: bool, error: pickle.UnpicklingError) -> str:
-    # torch wraps the unpickler's own words in a page of advice about weights_only.
+    # torch wraps the unpickler's message in a page of advice about weights_only.
     *_, reason = str(error).partition("WeightsUnpickler error: ")
     short = (reason or first_line(error)).partition(" was not an allowed global")[0]
     what = (

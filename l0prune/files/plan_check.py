@@ -1,7 +1,7 @@
-"""Check of a plan out of a file, so that a short text cannot ask for endless work.
+"""Check of a plan from a file, so that a short text cannot cause unbounded work.
 
-Gates, costs and masks make a vector for each layout, as long as the layout says it is. So nothing
-in a plan may be much larger than the model that it speaks of, whose tensors stand in the file.
+Gates, costs and masks allocate a vector for each layout, of the layout's size. So nothing in a
+plan may be much larger than its model, whose tensors are in the file.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from l0prune.plan.layout import Cat, Const, Gated, Layout, Pick, Prod, Slots
 from l0prune.plan.numbers import is_count, is_number
 from l0prune.plan.plan import Axis, Plan
 
-# Every entry of a parameter is a position of few layouts; the rest is for small models.
+# Every entry of a parameter is a position of few layouts; the rest is for tiny models.
 _PER_ENTRY, _ALWAYS = 64, 2**24
 _MOST_WORK = 1e30  # operations or bytes of one entry
 _STEPS = 2**20  # more calls than any graph has
 
 
 def check_plan(plan: Plan, model: nn.Module) -> None:
-    """Refuse a plan whose axes, layouts or costs make no sense, or are endless for this model.
+    """Refuse a plan whose axes, layouts or costs are invalid, or too large for this model.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the plan is invalid or too large.
     """
     entries = sum(p.numel() for p in model.parameters() if not p.is_meta)
     _check_axes(plan.axes)
@@ -55,10 +55,10 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
 
 
 def check_layouts(layouts: Iterable[Layout], axes: tuple[Axis, ...], limit: int) -> None:
-    """Refuse layouts of axes that are not there, or that have more positions than the limit.
+    """Refuse layouts of axes that do not exist, or with more positions than the limit.
 
     Raises:
-        ValueError: there is one, or they have more together.
+        ValueError: a layout is invalid, or all together have more positions.
     """
     total = 0
     for layout in layouts:
@@ -91,7 +91,7 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
 
 
 def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, int]:
-    """Positions of a layout, and how many gates meet at one of them at most (1 for none)."""
+    """Return a layout's number of positions, and the most gates at one (1 for none)."""
     match layout:
         case Const(size):
             found = size, 1

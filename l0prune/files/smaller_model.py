@@ -1,4 +1,4 @@
-"""Smaller models in folders and files: the way back to a module of its own class."""
+"""Loading of smaller models from folders and files, as modules of their original class."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from l0prune.plan.numbers import LARGEST, MOST, is_count, is_number
 MANIFEST, WEIGHTS = "l0prune.json", "model.safetensors"  # in a folder
 
 
-_FIRST, _HEAD = b"\x08\x00\x00\x00manifest", 64  # as a pickle writes that key
+_FIRST, _HEAD = b"\x08\x00\x00\x00manifest", 64  # the key as pickled, and bytes to search
 
 
-_PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
+_PICKED = "kept"  # index tensor of layers that read a subset of their inputs
 
 
 _DIMS = 64  # of a tensor; torch has no more
 
 
-# Of attributes that a layer gains and that may not have every value of their type.
+# Checks of gained attributes for which not every value of their type is valid.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     GIVEN: are_sizes_of_calls,
     PADDED: are_whole_sizes,
@@ -52,12 +52,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Stored(NamedTuple):
-    """A smaller model as it was read; no tensors where only its manifest was given.
+    """Manifest and tensors of a smaller model; no tensors if only the manifest was given.
 
     Attributes:
-        manifest: its sizes.
+        manifest: the sizes and changed modules.
         tensors: by all their names; tied ones are one object.
-        where: what messages call it.
+        where: name of the source in messages.
     """
 
     manifest: Manifest
@@ -140,7 +140,7 @@ def is_smaller_model(path: PathLike) -> bool:
 
 
 def _has_keys(path: PathLike) -> bool:
-    """Check for an archive whose pickle begins with the key that ``Export.save`` puts first."""
+    """Return whether an archive's pickle begins with the key that ``Export.save`` writes first."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickle = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
@@ -215,9 +215,9 @@ def as_text(manifest: Manifest, *, indent: int | None = None) -> str:
 def put_on(
     model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor] | None, where: str
 ) -> None:
-    """Give the model these sizes and tensors, in place.
+    """Resize the model by the manifest and load the tensors, in place.
 
-    Without ``tensors``, which are by all names and one object where tied, the weights become nan.
+    ``tensors`` has tied tensors as one object under all names; if None, weights become nan.
     Raises:
         FileError: something does not fit; the model is then as it was.
     """
@@ -250,7 +250,7 @@ def _nothing(old: Tensor) -> float:
 def _check_model(
     model: nn.Module, manifest: Manifest, held: Mapping[str, Tensor], where: str
 ) -> None:
-    """The model must have all that the manifest knows, at its old sizes, and no more."""
+    """Refuse a model whose tensors are not exactly the manifest's, at their old sizes."""
     wanted = {**manifest.shapes, **manifest.constants}
     is_new = all(n in held and list(held[n].shape) == sizes.new for n, sizes in wanted.items())
     if is_new and any(sizes.old != sizes.new for sizes in wanted.values()):
@@ -313,14 +313,14 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
 
 
 def _gained(kind: str | None) -> dict[str, Any]:
-    """The attributes that a module gains with its class, each with its type."""
+    """Return the types of the attributes that a module gains with a layer's class, by name."""
     own = () if kind is None else (k for k in LAYERS[kind].__mro__ if k in LAYERS.values())
     types = {name: what for each in own for name, what in each.__annotations__.items()}
     return {name: what for name, what in types.items() if name != _PICKED}
 
 
 def _is_alike(new: Any, old: Any) -> bool:
-    """Return whether a number, or a few, may stand for another: sizes do not grow."""
+    """Return whether a value may replace the old one: of its kind, single integers no larger."""
     if isinstance(new, list):
         return isinstance(old, tuple | list) and all(is_count(each, MOST) for each in new)
     if type(new) is bool or type(old) is bool:
@@ -361,7 +361,7 @@ def _check_tensors(
 
 
 def _picks(manifest: Manifest) -> Iterator[tuple[str, Sizes]]:
-    """Names of the tensors that layers gain, and the sizes of what reads the inputs."""
+    """Yield the names of index tensors that layers gain, with the sizes of their weights."""
     for path, kind in manifest.layers.items():
         weight = within(path, getattr(LAYERS[kind], "reads_by", ""))
         if weight in manifest.shapes:
@@ -369,7 +369,7 @@ def _picks(manifest: Manifest) -> Iterator[tuple[str, Sizes]]:
 
 
 def _is_index(kept: Tensor, weight: Sizes, before: Tensor | None) -> bool:
-    """Check that it picks as many inputs as the weight has columns, of those read before."""
+    """Return whether ``kept`` has one valid input index for each column of the cut weight."""
     inputs = weight.old[1] if before is None else len(before) and int(before.max()) + 1
     if kept.dtype != torch.int64 or list(kept.shape) != weight.new[1:]:
         return False
@@ -379,7 +379,7 @@ def _is_index(kept: Tensor, weight: Sizes, before: Tensor | None) -> bool:
 def _check_ties(
     manifest: Manifest, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], where: str
 ) -> None:
-    """Names that are one tensor in the model must not be two in the file."""
+    """Refuse different tensors in the file for names that are one tensor in the model."""
     first: dict[int, str] = {}
     for name in {**manifest.shapes, **manifest.constants}:
         other = first.setdefault(id(held[name]), name)

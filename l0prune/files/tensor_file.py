@@ -1,9 +1,9 @@
-"""Tensors and a few texts in one file, in the format of safetensors.
+"""Files of tensors and a few texts, in the safetensors format.
 
-Reading is the library's, which checks every offset against the file's length. Writing is ours: the
-library writes texts in an order of their own each time, and holds the whole file in memory. Two
-digests among the texts tell a file whose bytes have changed since: one of the tensors, and one of
-the header, which holds the first.
+The safetensors library reads, and checks every offset against the file's length. Writing is done
+here: the library writes texts in a varying order, and holds the whole file in memory. Two digests
+among the texts detect changed bytes: one of the tensors, and one of the header, which holds the
+first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike, atomic_write
 from l0prune.files.checked_json import damaged
 
-# Numbers that every version of safetensors knows by these names.
+# Dtypes that every version of safetensors knows by these names.
 DTYPES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -39,16 +39,16 @@ DTYPES = {
 }
 _MAX_HEADER = 64 * 2**20
 _TEXTS = "__metadata__"
-# Texts that only we write, beside which the digests must stand: of a gated model, of a smaller one,
-# and in the folder of one.
+# Keys of texts that only l0prune writes, and that require the digests: for a gated model, a
+# smaller model, and a folder of one.
 GATED, MANIFEST, SAVE = "l0prune", "manifest", "save"
 _OF_DATA, _OF_HEADER = "digest_of_tensors", "digest_of_header"
 _HASH_BYTES, _CHUNK = 16, 2**20
-_NO_DIGEST = "0" * (2 * _HASH_BYTES)  # stands in the header while its digest is taken
+_NO_DIGEST = "0" * (2 * _HASH_BYTES)  # in the header while its digest is computed
 
 
 def is_tensor_file(path: PathLike) -> bool:
-    """Return whether the file begins as one of safetensors; False for a pipe or a device."""
+    """Return whether the file begins like safetensors; False for a pipe or a device."""
     if not Path(path).is_file():
         return False
     with open(path, "rb") as file:
@@ -58,7 +58,7 @@ def is_tensor_file(path: PathLike) -> bool:
 
 
 def each_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors without those tied to an earlier one, and the name of that for each."""
+    """Return the tensors without tied duplicates, and the first name for each duplicate."""
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -89,7 +89,7 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], texts: Mapping[
             raise FileError(
                 f"{path} was not written: {name} is a tensor ({kind}) that safetensors cannot hold."
             )
-    # Wide numbers first, so that all of them lie at multiples of their size.
+    # Widest dtypes first, so that every tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {_TEXTS: {**texts, _OF_DATA: _NO_DIGEST, _OF_HEADER: _NO_DIGEST}}
     start = 0
@@ -127,7 +127,7 @@ def _hash(content: bytes = b"") -> hashlib.blake2b:
 
 
 def _with_digest(header: bytes, name: str, digest: str, before: str = _NO_DIGEST) -> bytes:
-    """Return the header with a digest in the place of the one that stands there under the name."""
+    """Return the header with the digest under this name replaced."""
     entry = f'"{name}":"{{}}"'
     return header.replace(entry.format(before).encode(), entry.format(digest).encode(), 1)
 
@@ -150,17 +150,17 @@ def read_texts(path: PathLike) -> dict[str, str]:
 
 
 def read_tensors(path: PathLike) -> dict[str, Tensor]:
-    """Return the tensors in a file, on the CPU, in memory of their own.
+    """Return the tensors in a file, as copies on the CPU.
 
     Raises:
         FileError: the file is missing, damaged or truncated, has changed since it was written, or
-            holds numbers that are not known.
+            holds an unknown dtype.
     """
     texts = read_texts(path)
     try:
         with _opened(path) as file:
             digest = (file.metadata() or {}).get(_OF_DATA)
-            # The library's tensors lie in the file, which somebody else may write to.
+            # The library's tensors are memory-mapped, and another process may write to the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
@@ -175,7 +175,7 @@ def read_tensors(path: PathLike) -> dict[str, Tensor]:
 
 
 def _is_ours(texts: Mapping[str, str]) -> bool:
-    """Check whether only ``write_tensors`` can have written the file."""
+    """Return whether only ``write_tensors`` can have written the file."""
     return not texts.keys().isdisjoint({GATED, MANIFEST, SAVE})
 
 
@@ -198,13 +198,13 @@ def _opened(path: PathLike) -> safe_open:
 
 
 class Stored(NamedTuple):
-    """Tensors as a tensor file holds them: each once, of its dtypes, with notes on the rest.
+    """Stored form of tensors: no duplicates, supported dtypes, and notes to restore the rest.
 
     Attributes:
         tensors: by name, as they are stored.
         ties: further names of tensors that are stored under another one.
-        notes: for a tensor that is stored in another way, what it really is: ``dtype`` and
-            ``shape`` where it is stored as bytes, ``order`` where its dims are permuted.
+        notes: for a tensor that is stored in another form, how to restore it: ``dtype`` and
+            ``shape`` if it is stored as bytes, ``order`` if its dims are permuted.
     """
 
     tensors: dict[str, Tensor]
@@ -213,7 +213,7 @@ class Stored(NamedTuple):
 
     @staticmethod
     def of(given: Mapping[str, Tensor]) -> Stored:
-        """Store these tensors, which must be ``storable``."""
+        """Return the stored form of tensors, which must be ``storable``."""
         tensors, ties = each_once(given)
         stored, notes = {}, {}
         for name, tensor in tensors.items():
@@ -223,7 +223,7 @@ class Stored(NamedTuple):
         return Stored(stored, ties, notes)
 
     def opened(self) -> dict[str, Tensor]:
-        """Return the tensors by all their names, as they were given; tied ones are one object.
+        """Restore the tensors under all their names; tied ones are one object.
 
         Raises:
             KeyError, RuntimeError, TypeError, ValueError: notes or ties do not fit the tensors.
@@ -233,7 +233,7 @@ class Stored(NamedTuple):
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """Return the tensor; TypeError where it has no entries that a file could hold."""
+    """Return the tensor; raise TypeError if it has no entries that a file could hold."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise TypeError("a tensor without ordinary entries (on the meta device, sparse, …)")
     return tensor
@@ -265,7 +265,7 @@ def _as_noted(tensor: Tensor, note: Mapping[str, Any]) -> Tensor:
 
 
 def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """Return the value as JSON; its tensors go into ``tensors``, under names from ``name`` on.
+    """Return the value as JSON data; put its tensors into ``tensors``, under ``name``.
 
     Raises:
         TypeError: it holds anything but tensors, numbers and text in tuples, lists and dicts.
@@ -292,7 +292,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Inverse of ``encode``.
 
     Raises:
-        KeyError, TypeError, ValueError: the data is not what ``encode`` makes.
+        KeyError, TypeError, ValueError: the data does not come from ``encode``.
     """
     match data:
         case list(parts):

@@ -1,4 +1,4 @@
-"""Models made by code: a Python file of the user (``file.py:name``), or a package by a name."""
+"""Models built by code: a Python file of the user (``file.py:name``), or a package by name."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def _imported(path: Path) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Reads the file each time, and leaves no ``__pycache__`` beside it.
+    """Loader that compiles the source each time, and writes no ``__pycache__``.
 
-    Python takes compiled code for that of a file if its size and the second of its last change are
-    the same: a number that was changed right after a run would be the old one.
+    Python reuses compiled code if the file's size and the second of its last change are the same:
+    a number that was edited right after a run would keep its old value.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -100,22 +100,22 @@ class _FromSource(SourceFileLoader):
 
 
 def _place(error: BaseException, path: str) -> str:
-    """The last line of the user's file that the error came through."""
+    """Return the last line of the user's file in the error's traceback, in brackets."""
     if isinstance(error, SyntaxError):
-        return ""  # says itself where it is
+        return ""  # the message has the line
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({path}, line {lines[-1]})" if lines else ""
 
 
 def is_rebuildable(spec: str) -> bool:
-    """Return whether the spec names what is built anew: a package, a Python or an ONNX file."""
+    """Return whether the spec names a package, a Python or an ONNX file to build from."""
     kind, _, name = spec.partition(":")
     return is_code(spec) or spec.endswith(ONNX) or (kind in PACKAGES and bool(name))
 
 
 def from_code(spec: str) -> Any:
-    """Build what a spec names for which ``is_rebuildable`` holds.
+    """Build the model that a spec names, for which ``is_rebuildable`` holds.
 
     Raises:
         FileError: there is no such file, or it fails while it runs or is converted.
@@ -148,8 +148,8 @@ def torchvision_model(name: str, weights: str | None = None) -> nn.Module:
         raise UsageError(f"torchvision has no model {name!r}; did you mean {near}?")
     options: dict[str, Any] = {"weights": weights}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        options["weights_backbone"] = None  # else it downloads some, unasked
-    with muted():  # two families announce that they will initialise otherwise one day
+        options["weights_backbone"] = None  # else it downloads weights
+    with muted():  # two families warn that their initialisation will change
         model: nn.Module = models.get_model(name, **options)
     return model
 
@@ -183,7 +183,7 @@ def _transformers(name: str) -> nn.Module:
 
 
 def _unpacked(model: Any, name: str) -> nn.Module:
-    """Return the model as if it had never been in a GGUF file, which it cannot be written to."""
+    """Rebuild a model from a GGUF file, which cannot be written, as an ordinary one."""
     config = model.config
     del config.quantization_config
     plain = type(model)(config)
@@ -208,7 +208,7 @@ PACKAGES: dict[str, Callable[[str], nn.Module]] = {
 
 
 def check_no_gates(names: Iterable[str], where: str) -> None:
-    """Refuse weights that are nothing without their gates.
+    """Refuse the weights of a gated model, which need their gates.
 
     Raises:
         UsageError: a gated model wrote them.

@@ -1,4 +1,4 @@
-"""Putting a bank of gates onto a model in place, and taking it off again."""
+"""Attach a bank of gates to a model in place, and detach it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def attach(model: nn.Module, gates: Gates) -> None:
         if not is_gated(model):
             model.__class__ = gated_class(type(model), (), (), holds_bank=True)
         model.add_module(CHILD, gates.train(model.training))
-        # Under a key of their own: a file keeps the numbers that torch gives to hooks, and in the
+        # Under a separate key: a file keeps the numbers that torch gives to hooks, and in the
         # process that loads it the user's first hooks would get the same numbers.
         for name, hook in zip(HOOKS, (gates.before_forward, gates.end_forward, True), strict=True):
             getattr(model, name)[CHILD] = hook
@@ -61,14 +61,14 @@ def detach(model: nn.Module) -> Gates:
 
 
 def gates_of(model: nn.Module) -> Gates:
-    """The bank of gates that ``model`` carries, also inside a wrapper such as DDP."""
+    """Return the bank of gates that ``model`` carries, also inside a wrapper such as DDP."""
     return holder(model)[1]
 
 
 def check_intact(model: nn.Module) -> None:
     """Raise UsageError where a module that carried gates has been replaced since.
 
-    A model that is cut while it trains is whole then.
+    A model that trains cut is made whole first.
     """
     root, gates = holder(model)
     gates.make_whole()
@@ -95,7 +95,7 @@ def check_intact(model: nn.Module) -> None:
 
 @contextmanager
 def bypass(model: nn.Module) -> Iterator[None]:
-    """Within the context, ``model`` reads its plain parameters, as if it had no gates."""
+    """Let ``model`` read its plain parameters within the context, as if it had no gates."""
     gates = gates_of(model)
     before, gates.bypassed = gates.bypassed, True
     try:
@@ -116,7 +116,7 @@ def check_ungated(model: nn.Module) -> None:
 
 
 def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
-    """The module that was gated, ``model`` or one inside it, and its bank."""
+    """Return the module that was gated, ``model`` or one inside it, and its bank."""
     for module in model.modules():
         bank = module._modules.get(CHILD)
         if isinstance(bank, Gates):
@@ -135,14 +135,14 @@ def gates_or_none(model: nn.Module) -> Gates | None:
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model but those of its gates, each once, by name."""
+    """Return a model's parameters without those of its gates, each once, by name."""
     gates = gates_or_none(model)
     own = set() if gates is None else {*map(id, gates.learned)}
     return {name: p for name, p in model.named_parameters() if id(p) not in own}
 
 
 def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
-    """Every module that owns a gated parameter or buffer, with its link to the bank."""
+    """Return every module with a gated parameter or buffer, and its link to the bank."""
     sites: dict[int, list[tuple[GateValues, int]]] = defaultdict(list)
     for site in gates.plan.sites:
         sites[id(gated_tensor(model, site))].append((gates.multiplier(site), site.dim))
@@ -180,7 +180,7 @@ def gated_tensor(model: nn.Module, site: Site) -> Tensor:
 
 
 def _undo(model: nn.Module) -> None:
-    """Give every module its own class back and drop the bank."""
+    """Restore every module's original class, and remove the bank and its hooks."""
     model._modules.pop(CHILD, None)
     for name in HOOKS:
         getattr(model, name).pop(CHILD, None)

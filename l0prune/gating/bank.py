@@ -18,15 +18,15 @@ from l0prune.gating.sampled_gates import SampledGates
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import with_slots
 
-# P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
+# P(z ≠ 0) of a gate that ``set_open`` opens (so little that it can still close) or closes.
 OPENED = 0.75
 CLOSED = 1e-3
 # Below it twice in a row a gate is closed for good: one in a hundred is open in the end, as it is
 # of those below a tenth of it, since a budget leaves room for it.
 FOR_GOOD = 0.1
-# Log odds of gates that are put on alike differ by their jitter, …
+# Log odds of equally open gates differ by less than this (jitter).
 _ALIKE = 0.5
-# … and are moved by a score by so much at most.
+# Largest change of log odds by a score.
 _FURTHEST = 2.0
 _CHANCES = (1e-6, 1 - 1e-6)
 
@@ -35,7 +35,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class GateAxis:
-    """An axis of a gated model as it stands now.
+    """An axis of a gated model, with its present open slots.
 
     Attributes:
         name: the axis' name in the plan.
@@ -55,13 +55,13 @@ class GateAxis:
 
 _alive: WeakSet[Gates] = WeakSet()
 
-# What the run that trained a bank was asked for: a function that says by what open gates exceed it,
-# empty where they do not; None while there is nothing to exceed. It is in no copy and in no file.
+# Request of the run that trained a bank: a function that describes how open gates exceed it,
+# empty if they do not; None while there is nothing to exceed. Neither copied nor saved.
 asked_of: WeakKeyDictionary[Gates, Callable[[Tensor], str] | None] = WeakKeyDictionary()
 
 
 def alive() -> list[Gates]:
-    """Every bank that somebody holds, copies included."""
+    """Return every bank that is still referenced, copies included."""
     return list(_alive)
 
 
@@ -75,22 +75,22 @@ class Gates(SampledGates):
     Attributes:
         log_alpha: the gates' parameter, shape ``(plan.size,)``; float32, or float64 in a model
             of doubles, and never less precise than that.
-        temperature: what else of the gates learns, flat, as precise; None where nothing does. See
+        temperature: the learned temperatures, flat, of the same dtype; None where none are. See
             ``HardConcrete(beta="learn")``.
-        clips: what of the ranges of a quantizer learns with the weights, flat; None where nothing
-            does. See ``LearnedBits``.
+        clips: learned logarithms of the sizes of a quantizer's ranges, flat; None where none are.
+            See ``LearnedBits``.
         plan: where the gates act.
-        gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
-            done)`` in its place between two steps; ``finetune`` does.
+        gate: the kind of gate and its settings. To anneal one, assign ``gate.at(part of the steps
+            done)`` between two steps; ``finetune`` does.
         example: positional and keyword arguments of the model's forward, on the CPU.
         free: sizes of these that are free beside the batch.
-        fixed: gates stand at their eval values, and do not learn, even in train mode.
+        fixed: gates have their eval values, and do not learn, even in train mode.
         bypassed: the model reads its plain parameters, as if it had no gates.
         kept: the slots that are left while the model trains cut, bool, flat; None while it is
             whole.
-        made_whole_by: what undoes that; None while it is whole.
+        made_whole_by: function that makes a cut model whole again; None while it is whole.
         quantizer: the fake quantization that a training has put on; None for none.
-        facts: what a training knew of its data, as JSON data, for the files of an export:
+        facts: properties of the training data, as JSON data, for the files of an export:
             ``preprocessing`` of images.
     """
 
@@ -144,7 +144,7 @@ class Gates(SampledGates):
 
     @torch.no_grad()
     def set_open(self, open_: Tensor | str, slots: Sequence[int] | None = None) -> None:
-        """Open and close gates: those that stand otherwise move, all others stay as they are.
+        """Open and close gates; ``log_alpha`` of gates that are already as wanted does not change.
 
         Args:
             open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``. Or the
@@ -170,7 +170,7 @@ class Gates(SampledGates):
 
     @torch.no_grad()
     def initial(self, open_probability: float | Tensor) -> Tensor:
-        """The ``log_alpha`` at which each gate is open with this probability, or its own; float64.
+        """Return the ``log_alpha`` for one open probability, or for one of each gate; float64.
 
         Shape: result, and probabilities of each ``(plan.size,)``.
         """
@@ -184,7 +184,7 @@ class Gates(SampledGates):
 
     @torch.no_grad()
     def are_uniform(self, among: Tensor | None = None) -> bool:
-        """Return whether all gates but those of bits are equally open, as when they are put on.
+        """Return whether all gates but those of bits are equally open, as at the start.
 
         Args:
             among: of these gates alone; bool, shape ``(plan.size,)``.
@@ -196,18 +196,18 @@ class Gates(SampledGates):
 
     @torch.no_grad()
     def init_from_scores(self, scores: Tensor) -> None:
-        """Open each gate further the more its slot matters, and less the less it does.
+        """Shift the log odds of each gate by the standardised logarithm of its slot's score.
 
-        The log odds of each gate move by the logarithm of its score, of which the mean over all
-        gates is taken away and the spread made 1, within ±2: learning begins where one look at the
-        network or the data ends, and may still think better of it. Gates of bits stay.
+        The logarithms have mean 0 and standard deviation 1 over all gates, and are clamped to ±2:
+        learning starts from one look at the network or the data, and can still correct it. Gates of
+        bits stay.
 
         Args:
             scores: what ``l0prune.score`` gives; 0 or more, shape ``(plan.size,)``.
 
         Raises:
             UsageError: they are not of this shape, or not all 0 or more; or the model is cut, and
-                nobody knows any more what was cut off.
+                the removed values are no longer available.
         """
         self.make_whole()
         is_told = scores.shape == (self.plan.size,) and bool(scores.isfinite().all())
@@ -227,14 +227,14 @@ class Gates(SampledGates):
     stand_alike = former_method("Gates.stand_alike", "are_uniform")
 
     def _odds(self) -> Tensor:
-        """log P/(1−P) of each gate's chance to be open, float64."""
+        """Return log P/(1−P), with P each gate's open probability, float64."""
         return self.gate_now.open_probability(self.log_alpha.double()).clamp(*_CHANCES).logit()
 
     def make_whole(self) -> None:
-        """Make a model that is cut while it trains whole; a ``Pruner`` may go on with it.
+        """Restore the whole model if it trains cut; a ``Pruner`` may continue with it.
 
         Raises:
-            UsageError: nobody knows any more what was cut off.
+            UsageError: the removed values are no longer available.
         """
         if self.kept is not None and self.made_whole_by is not None:
             self.made_whole_by()
@@ -258,7 +258,7 @@ class Gates(SampledGates):
 
 
 def _standardised(scores: Tensor) -> Tensor:
-    """Logarithms with mean 0 and spread 1, within ±``_FURTHEST``; those of 0 are the lowest."""
+    """Return log scores with mean 0 and deviation 1, within ±``_FURTHEST``; lowest for 0."""
     scores = scores.detach().cpu().double()
     known = scores[scores > 0].log()
     if len(known) < 2 or not float(known.std()):

@@ -1,7 +1,7 @@
-"""Branches tried before any gate learns: each is taken out of the graph as an export will do it.
+"""Trial removals of branches before training: each is removed from the graph as by an export.
 
-No weight is touched, and nothing is computed but shapes, those alone that change. Branches that
-are built alike are tried by the last of them, on which the least of the graph depends.
+No weight is changed, and only shapes are computed, of those operators alone whose shapes change. Of
+branches with the same operators the last is tried first, on which the least of the graph depends.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from l0prune.plan.branch import vital
 from l0prune.plan.plan import Pin
 from l0prune.plan.switches import dead_parameters, switched
 
-REFUSED = "branch "  # how the place of a pin begins that is a branch's
+REFUSED = "branch "  # prefix of ``Pin.where`` for a branch
 
 
 class _WrongGraph(Exception):
-    """A graph without branches is not what the plan says."""
+    """The graph without some branches does not match the plan."""
 
 
 def offered(parts: Parts) -> Parts:
-    """Return the parts with a plan of those branches alone without which the graphs are right.
+    """Return the parts, with a plan of only those branches that can be removed from the graphs.
 
-    Each is tried alone, and all of them together. What fails is a pin of the plan, with the reason;
+    Each is tried alone, and all of them together. A failure becomes a pin, with the reason;
     with ``L0PRUNE_STRICT=1`` in the environment the error is raised.
     """
     names = {branch.name for branch in parts.plan.branches}
@@ -54,7 +54,7 @@ def offered(parts: Parts) -> Parts:
 
 
 def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
-    """Return a pin for each branch of these names that cannot go."""
+    """Yield a pin for each branch of these names that cannot be removed."""
     own = [branch.name for branch in analysis.plan.branches if branch.name in names]
     if not own:
         return
@@ -76,12 +76,12 @@ def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
 
 
 class _Trials:
-    """Takes branches out of copies of one captured graph."""
+    """Trial removals of branches from copies of one captured graph."""
 
     def __init__(self, analysis: Analysis, names: Sequence[str]) -> None:
         self.analysis = with_switches(analysis, switched(analysis.plan, names))
         self.layouts = dict(self.analysis.layouts)
-        self.tensors = nn.Module()  # what the graphs read, by the names of nodes
+        self.tensors = nn.Module()  # tensors that the graphs read, by node name
         captured, plan = analysis.captured, self.analysis.plan
         for node in captured.graph.nodes:
             if node.op == "get_attr":
@@ -93,7 +93,7 @@ class _Trials:
                     self.layouts[node.name] = plan.tensors[captured.names[node.name]]
 
     def failed(self, gone: Sequence[str]) -> Pin | None:
-        """Return why the last of these branches cannot go, with the others; None where it can."""
+        """Return a pin if the last of these branches cannot be removed with the others."""
         try:
             self._try(gone)
         except Exception as error:
@@ -112,7 +112,7 @@ class _Trials:
         return None
 
     def _try(self, gone: Sequence[str]) -> None:
-        """Take branches out, and compare what is left with the plan; raise what that fails with."""
+        """Remove branches, and compare the remaining graph with the plan; raise if they differ."""
         plan = self.analysis.plan
         is_open = torch.ones(plan.size, dtype=torch.bool)
         for axis in plan.axes:
@@ -125,7 +125,7 @@ class _Trials:
         self._check_shapes(graph, sizes, before)
 
     def _copied(self) -> Graph:
-        """Return a copy of the captured graph, of which the stored tensors are attributes."""
+        """Return a copy of the captured graph that reads stored tensors as attributes."""
         captured, graph, copies = self.analysis.captured, Graph(), dict[Node, Node]()
         for node in captured.graph.nodes:
             if node.name in captured.names:
@@ -133,7 +133,7 @@ class _Trials:
                 copies[node].meta = dict(node.meta)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].name = node.name  # fx gives another where it is a builtin's, as ``input``
+            copies[node].name = node.name  # fx renames nodes called like a builtin, as ``input``
         graph.owning_module = self.tensors  # type: ignore[assignment]  # gets their buffers
         return graph
 
@@ -155,8 +155,8 @@ class _Trials:
                 raise _WrongGraph(f"{name} is gone, which the plan counts")
 
     def _check_shapes(self, graph: Graph, sizes: Sizes, before: dict[Node, Any]) -> None:
-        """Raise an error where operators do not take what they get, or give what is not planned."""
-        values: dict[Node, Any] = {}  # those that are not what they were
+        """Raise an error if an operator fails on its inputs, or returns an unplanned shape."""
+        values: dict[Node, Any] = {}  # results whose shape has changed
         fakes = (node.meta.get("val") for node in graph.nodes)
         mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
 
@@ -199,14 +199,14 @@ def _shapes(sizes: Sizes, node: Node) -> Any:
 
 
 def _shapes_of(value: Any) -> Any:
-    """Return the shape of a tensor, or those of several; a number is itself."""
+    """Return the shape of a tensor, or those of several; numbers are returned unchanged."""
     if isinstance(value, Tensor):
         return list(value.shape)
     return [_shapes_of(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _alike(branches: Branches, names: Sequence[str]) -> list[list[str]]:
-    """Return the branches in groups of those of the same operators, joined in the same way."""
+    """Group the branches that have the same operators and are joined in the same way."""
     operators: dict[str, list[Any]] = defaultdict(list)
     for node, of in branches.needs.items():
         if node.op == "call_function" and of:

@@ -1,12 +1,12 @@
-"""Products of all gated weights of a model as one operator of the graph that torch.compile makes.
+"""Products of all gated weights of a model as one custom operator in the graph of torch.compile.
 
-The compiler makes kernels of its own for each product and for each sum of its gates' gradient. So
-the forward that is traced begins as one that is not: one operator multiplies all weights, another
-takes all gradients, each a launch or a few of the same kernels. Which weights, and where in the
-multipliers their gates begin, is found while the compiler traces, and stands in the graph as text.
+The compiler generates separate kernels for each product and for each sum of its gates' gradient. So
+a compiled forward begins as an eager one: one operator multiplies all weights, another computes all
+gradients, with one or a few launches of the same kernels each. The weights, and the offsets of
+their gates in the multipliers, are found while the compiler traces, and put in the graph as text.
 
-A CUDA graph may record both: the table is on the device before, no address stays for longer than a
-call, and weights are found by addresses that a kernel writes as it was given them.
+A CUDA graph may record both: the table is already on the device, no address is kept for longer than
+a call, and a kernel writes the weights' addresses, which it gets as arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from l0prune.gating.weight_tables import Line, Table, flat, line_of, parts
 
 @cache
 def table_of(lines: str, of: torch.dtype, dtype: torch.dtype, device: torch.device) -> Table:
-    """Return the table of some lines; it stays, since a CUDA graph may have recorded where it is.
+    """Return the table of some lines; cached, since a CUDA graph may have recorded its address.
 
     Args:
         lines: the numbers of each, as JSON.
@@ -84,9 +84,9 @@ def _(
 
 
 class CompiledWeights(Function):
-    """``GatedWeights`` of one dtype in a graph, by operators that the compiler does not look into.
+    """``GatedWeights`` of one dtype in a graph, by operators that are opaque to the compiler.
 
-    Their results are one tensor each, since an operator may return none that share memory.
+    The operators return all weights in one tensor: results of an operator may not share memory.
     """
 
     @staticmethod
@@ -94,45 +94,45 @@ class CompiledWeights(Function):
         ctx: Any, lines: str, dtype: torch.dtype, z: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         """Shape: z flat, the multipliers of all layouts; each product as its weight."""
-        # Of strides that backward asks for the compiler would make every gradient contiguous.
+        # If backward read the strides, the compiler would make every gradient contiguous.
         ctx.lines, ctx.dtype, ctx.strides = lines, dtype, [w.stride() for w in weights]
         ctx.save_for_backward(z, *weights)
         return tuple(parts(multiply(z, weights, lines, dtype), weights, ctx.strides))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Shape: grads as the products; what comes back as the arguments."""
+        """Shape: grads as the products; results as the arguments of ``forward``."""
         z, *weights = ctx.saved_tensors
         of_weights, of_z = differentiate(z, weights, grads, ctx.lines, ctx.dtype)
         return None, None, of_z, *parts(of_weights, weights, ctx.strides)
 
 
-# Of a weight that is read: the name of its tensor, shape, strides, dtype, and that of its product.
+# A weight that is read: name of the tensor, shape, strides, dtype, and dtype of the product.
 Form = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype]
-# Of weights that one operator multiplies: their names, their lines as text, and dtype of products.
+# Weights that one operator multiplies: their names, their lines as text, and dtype of products.
 Launch = tuple[tuple[str, ...], str, torch.dtype]
 
 
 class CompiledProducts:
     """Products of the gated tensors of a model whose forward is traced.
 
-    It is another object whenever multipliers have come to stand elsewhere.
+    A new object is made whenever the offsets of multipliers may have changed.
     """
 
     def __init__(self, sites: Sequence[tuple[str, GateValues, int]]) -> None:
-        """Args: sites: name of the tensor, its multipliers, and along which dim they act."""
+        """Store the sites, each a tensor's name, its multipliers and their dim, by tensor."""
         self._sites: dict[str, list[tuple[GateValues, int]]] = {}
         for name, values, dim in sites:
             self._sites.setdefault(name, []).append((values, dim))
 
     def made(self, model: nn.Module, z: Tensor) -> dict[int, Made]:
-        """Return the products of a forward that begins, each by its weight; traced.
+        """Return the products of a compiled forward that begins, by the ``id`` of the weight.
 
         Shape: z flat, the multipliers of all layouts.
         """
         if not self.act(z.device):
             return {}
-        id(self)  # the compiler guards what it was asked of, and compiles anew for another object
+        id(self)  # so that the compiler guards on this object, and recompiles for another
         weights: dict[str, Tensor] = {}
         forms: list[Form] = []
         for path, name in self.places():
@@ -155,19 +155,19 @@ class CompiledProducts:
 
     @constant_for_compiler
     def act(self, device: torch.device) -> bool:
-        """Return whether the kernels run on the device, and for a graph that trains alone."""
+        """Return whether the kernels run on the device, in no export and no distributed run."""
         return products.runs_on(device) and not (torch.compiler.is_exporting() or is_joined())
 
     @constant_for_compiler
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Return path of the module and attribute of each gated tensor."""
+        """Return module path and attribute name of each gated tensor."""
         return tuple((path, leaf) for path, _, leaf in (n.rpartition(".") for n in self._sites))
 
     @constant_for_compiler
     def launches(
         self, forms: tuple[Form, ...], device: torch.device, of_z: torch.dtype
     ) -> tuple[Launch, ...]:
-        """Return what one operator multiplies at once, and bring its table to the device."""
+        """Return the weights that each operator multiplies, and move its table to the device."""
         groups: dict[tuple[torch.dtype, torch.dtype], dict[str, Line]] = {}
         for name, shape, stride, of, dtype in forms:
             like = torch.empty_strided(shape, stride, dtype=of, device="meta")

@@ -10,4 +10,4 @@ INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()
 KEEP: tuple[str, ...] = ()
 UNIFORM = False
-LOADABLE_BY = None  # by whatever l0prune writes for
+LOADABLE_BY = None  # any program that l0prune writes for

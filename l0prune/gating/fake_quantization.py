@@ -1,4 +1,4 @@
-"""Putting fake quantization onto the layers of a gated model in place, and taking it off again."""
+"""Attach fake quantization to the layers of a gated model in place, and detach it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Input:
 
     def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not isinstance(module, ConvolutionBase | nn.Linear) or not given:
-            return None  # of a branch that is gone
+            return None  # a removed branch
         first, *rest = given
         return (self.quantizer.at(self.point, first), *rest)
 
@@ -41,7 +41,7 @@ class _Output:
 
     def __call__(self, module: nn.Module, given: Any, output: Any) -> Any:
         if not isinstance(module, (ConvolutionBase, *BATCH_NORMS)):
-            return None  # of a branch that is gone
+            return None  # a removed branch
         return self.quantizer.at(self.point, output)
 
 
@@ -57,10 +57,10 @@ class _Sum:
 
 
 def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -> None:
-    """Let the layers of a gated model be quantized, in place; the model is whole.
+    """Attach a quantizer to the layers of a gated model that is not cut, in place.
 
     Raises:
-        UsageError: it has not the layers of the scheme.
+        UsageError: the model lacks layers of the scheme.
     """
     detach_quantizer(model, gates)
     scheme = quantizer.scheme

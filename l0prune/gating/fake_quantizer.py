@@ -34,9 +34,9 @@ class FakeQuantizer:
 
     Attributes:
         scheme: what is in eight bits.
-        largest: integer of a weight, by magnitude.
+        largest: the largest integer of a weight, by magnitude.
         is_on: forwards are quantized, at the points whose range is known.
-        is_observing: forwards in training mode are looked at.
+        is_observing: forwards in training mode record the ranges of values.
         ranges: least and most of each point, shape ``(points, 2)``.
         counts: steps that each point's range is from; 0 where it is not known.
     """
@@ -52,19 +52,19 @@ class FakeQuantizer:
 
     @classmethod
     def of(cls, gates: _Bank, ranges: Ranges) -> FakeQuantizer:
-        """Return one that is on, with ranges that a training found."""
+        """Return an enabled quantizer with ranges that a training found."""
         made = cls(gates, ranges.scheme, ranges.largest)
         made.take(ranges)
         return made
 
     def take(self, ranges: Ranges) -> None:
-        """Take ranges that a training found, and be on."""
+        """Load ranges that a training found, and enable the quantizer."""
         found = torch.tensor([ranges.least, ranges.most]).T.contiguous()
         self.load(found, ranges.counts)
         self.is_on = True
 
     def bake(self, model: nn.Module) -> None:
-        """Put the weights of a gated model on grids of which its float32 file is; none is here."""
+        """Round the weights of a gated model to their grids; only ``LearnedBits`` does."""
 
     def for_file(self, plan: Plan, kept: Tensor) -> Ranges | None:
         """Return the ranges for a file with these slots; None where nothing is quantized."""
@@ -82,13 +82,13 @@ class FakeQuantizer:
         return {}
 
     def load(self, ranges: Tensor, counts: Sequence[int]) -> None:
-        """Take ranges for those that are known."""
+        """Replace the ranges, and the number of steps that each is from."""
         self.ranges, self.counts = ranges.clone(), list(counts)
         self._seen = {}
         self._to_grids()
 
     def off(self) -> None:
-        """Let the model compute as it does without."""
+        """Disable quantization and observation."""
         self.is_on = self.is_observing = False
 
     @property
@@ -107,7 +107,7 @@ class FakeQuantizer:
         )
 
     def at(self, point: int, value: Tensor) -> Tensor:
-        """Look at a value at this point, and quantize it. Shape: any, and so the result."""
+        """Observe and quantize a value at this point. Shape: any, and so the result."""
         if self._gates.bypassed or not value.numel():
             return value
         if self.is_observing and self._gates.training:
@@ -135,7 +135,7 @@ class FakeQuantizer:
         return sorted(self._seen)
 
     def forget(self) -> None:
-        """Before a step: drop what others than its forwards have shown."""
+        """Drop, before a step, the ranges observed in forwards outside of it."""
         self._seen = {}
 
     @property
@@ -150,10 +150,10 @@ class FakeQuantizer:
 
     @torch.no_grad()
     def advance(self, seen: Tensor, points: Sequence[int]) -> None:
-        """After a step: let the moving averages take in what its forwards have shown.
+        """Update, after a step, the moving averages with the ranges that its forwards observed.
 
         Args:
-            seen: as it is, or over all processes.
+            seen: the attribute ``seen``, or its extremes over all processes.
             points: those that were computed.
         """
         self._seen = {}

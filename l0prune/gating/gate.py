@@ -1,4 +1,4 @@
-"""Public way in: gate a model, ungate it, find its gates."""
+"""Public functions: gate a model, ungate it, find its gates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KeepClass = bool | Literal["native"]
 
 
 def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
-    """The plan with no other axes, and none kept alike, than this asks for."""
+    """Return the plan restricted to the axes and equal widths that ``keep_class`` asks for."""
     if keep_class is True:
         return plan
     if keep_class is False:
@@ -47,7 +47,7 @@ def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
 
 
 def _not_native(plan: Plan, model: nn.Module) -> Iterator[Layout]:
-    """Dims that a layer of torch, or the user's code, has to have whole."""
+    """Yield the dims that a layer of torch, or the user's code, needs whole."""
     for path, dims in plan.code.averages.items():
         if isinstance(model.get_submodule(path), nn.LayerNorm | nn.GroupNorm):
             yield from dims
@@ -155,7 +155,7 @@ def gate(
 
 
 def _plain(model: Model) -> Model:
-    """Return the model inside of wrappers, which is not gated yet."""
+    """Return the model inside wrappers, after checks that it can be gated."""
     if isinstance(model, nn.Module):
         _check_not_distributed(model)
         model = inside(model)  # type: ignore[assignment]
@@ -192,7 +192,7 @@ def _native_branches(given: bool | Globs | None) -> bool:
 
 
 def _check_not_distributed(model: nn.Module) -> None:
-    """Raise UsageError for DDP: it has noted the parameters, and would not average the gates."""
+    """Raise UsageError for DDP, which averages only parameters that it was built with."""
     if is_distributed(model):
         raise UsageError(
             "This model is in DistributedDataParallel, which would not average the gradient of "
@@ -229,7 +229,7 @@ def gates(model: nn.Module) -> Gates:
 def _selected(
     plan: Plan, include: Globs, exclude: Globs, keep: Globs, branches: bool | Globs | None
 ) -> Plan:
-    """The part of the plan that the user wants gated, and switches on branches."""
+    """Return the plan restricted to the user's choice, with switches on branches."""
     of_plan = [branch.name for branch in plan.branches]
     if not plan.axes and (not of_plan or branches is False):
         reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
@@ -272,16 +272,16 @@ def _initial(
 
 
 def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
-    """On the device of the first gated tensor; in float64 if all of them are."""
+    """Return log α on the device of the first gated tensor; in float64 if all of these are."""
     gated = [gated_tensor(model, site) for site in plan.sites]
     double = all(tensor.dtype == torch.float64 for tensor in gated)
     return log_alpha.to(gated[0].device, torch.float64 if double else torch.float32)
 
 
 def kept_example(example: Example) -> Example:
-    """The example inputs as the model carries them: copies on the CPU.
+    """Return copies of the example inputs on the CPU, to be stored with the model.
 
-    One on the meta device has no values: it gets random ones, and zeros for whole numbers.
+    Tensors on the meta device have no values: they become random, or zeros if of integers.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,15 +1,15 @@
-"""Dynamic subclasses of a user's module classes, in which reading a parameter gives it gated.
+"""Dynamic subclasses of the user's module classes, in which parameters read as gated.
 
 A property on the class is a data descriptor, which Python asks before ``nn.Module.__getattr__``.
-So whoever reads ``module.weight`` gets the gated tensor, functional use included, while
+So reading ``module.weight`` returns the gated tensor, functional use included, while
 ``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original. A buffer that
 is added to a stream, such as a table of positions, is read in the same way. Code outside the
-model's forward gets a ``Computed``: gated to read, and what writes to it writes the parameter.
+model's forward gets a ``Computed``: reads are gated, writes go to the parameter.
 
-Tensors may be put in the parameters' place for a call (``torch.func.functional_call``). Those that
-a call of the whole model is given are the model's weights, and are gated: fast weights, ensembles.
-What the model's own forward puts into one of its modules is used as it is, as the survey saw it:
-the gates are not its own. For a module that is called by itself nobody knows, so that is refused.
+``torch.func.functional_call`` replaces parameters for one call. Tensors passed to a call of the
+whole model are its weights, and are gated: fast weights, ensembles. Tensors that the model's
+forward puts into one of its modules are used unchanged, as the survey saw them: these gates do not
+belong to them. For a module called by itself neither can be known, so a UsageError is raised.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _CONVERTED = (
     "convert, and gate it again; or convert the exported model."
 )
 
-# What belongs to the parameter itself, not to its value at this moment.
+# Attributes of the parameter itself, not of the product.
 _OF_THE_PARAMETER = {"grad", "requires_grad", "data", "is_leaf"}
 
 
 class Computed(Tensor):
-    """The product of a parameter and its gates, which hands on to the parameter what is written.
+    """The product of a parameter and its gates, which passes writes on to the parameter.
 
     Code that initialises, clamps or freezes ``module.weight`` means the parameter: an in-place
     operation on this tensor, its ``grad``, its ``data`` and its ``requires_grad`` are those of
-    the parameter. All else works on the product, and gives ordinary tensors.
+    the parameter. All other operations use the product and return ordinary tensors.
     """
 
     _l0prune_parameter: Tensor
 
     @staticmethod
     def of(product: Tensor, parameter: Tensor) -> Computed:
-        """The product, with the parameter or buffer that it was computed from."""
+        """Return the product, linked to the parameter or buffer that it was computed from."""
         result = product.as_subclass(Computed)
         result._l0prune_parameter = parameter
         return result
@@ -66,7 +66,7 @@ class Computed(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation on the product, or on the parameter if it writes or is the latter's."""
+        """Run a function on the product, or on the parameter if ``_is_for_the_parameter``."""
         kwargs = kwargs or {}
         if func in _ASKED_OF_IT and _becomes_a_parameter():
             raise UsageError(_CONVERTED)
@@ -80,10 +80,10 @@ class Computed(Tensor):
 
 
 def _becomes_a_parameter() -> bool:
-    """Return whether torch is about to make a parameter of the product, or to refuse it as one.
+    """Return whether torch is turning the product into a parameter, or rejecting it as one.
 
-    torch has no hook for that. ``nn.Parameter(…)`` asks for ``detach()``, and the assignment to a
-    parameter asks for the type's name to say that a product is none; both call from known code.
+    torch has no hook for this. ``nn.Parameter(…)`` calls ``detach()``, and the assignment to a
+    parameter reads the type's name for its error message; both callers are known code objects.
     """
     caller = sys._getframe(2)  # of __torch_function__
     if caller.f_code is torch.typename.__code__ and caller.f_back is not None:
@@ -101,7 +101,7 @@ def _is_for_the_parameter(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
-# What torch asks of a tensor that is to be a parameter, and where.
+# Functions that torch calls on a tensor that is to be a parameter, and where it calls them.
 _ASKED_OF_IT = (Tensor.type, Tensor.detach)
 _ASSIGN = (nn.Module.__setattr__.__code__, nn.Module.register_parameter.__code__)
 _AUGMENTED = (
@@ -123,9 +123,9 @@ _IN_PLACE = {f"__i{name}__" for name in _AUGMENTED} | {"__ilshift__", "__irshift
 _Names = tuple[str, ...]
 _classes: dict[tuple[type[nn.Module], _Names, _Names, bool], type[nn.Module]] = {}
 
-CHILD = "l0prune_gates"  # the name under which a model holds its bank
-QUANTIZER = "l0prune_int8"  # that of the hooks of its fake quantization
-# Where the module that holds the bank keeps its hooks, and that the second is called in any case.
+CHILD = "l0prune_gates"  # name of the bank among the model's submodules
+QUANTIZER = "l0prune_int8"  # key of the hooks of fake quantization
+# Where the bank's hooks are kept; the last one has the forward hook called after errors, too.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 _TAKEN = (
@@ -136,7 +136,7 @@ _TAKEN = (
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The user's own class of a module, gated or not."""
+    """Return the user's class of a module, gated or not."""
     return getattr(type(module), "_l0prune_original", type(module))
 
 
@@ -146,20 +146,20 @@ def gating_of(module: nn.Module) -> tuple[_Names, _Names, bool]:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Return whether this very module reads gated parameters, or holds the bank."""
+    """Return whether the module itself reads gated parameters, or holds the bank."""
     return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
 
 
 def gated_class(
     original: type[nn.Module], names: _Names, lists: _Names, holds_bank: bool
 ) -> type[nn.Module]:
-    """The subclass of ``original`` in which the tensors called ``names`` read as gated.
+    """Return the subclass of ``original`` in which the tensors called ``names`` read as gated.
 
-    They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a
-    traced forward makes all multipliers and products first, in the graph that reads them, a
-    container leaves the bank out of what it contains, and what copies itself in a way of its own
-    (an FX graph) keeps its hooks. Where nothing has to change it is ``original`` itself, and
-    modules alike get the same class.
+    Attributes called ``lists``, which hold some of them, read as gated, too. With ``holds_bank`` a
+    compiled forward computes all multipliers and products first, in the graph that reads them, a
+    container hides the bank from its contents, and a class with a custom copy (an FX graph) keeps
+    its hooks. If nothing has to change the result is ``original``; equal arguments give the same
+    class.
     """
     if not names and not holds_bank:
         return original
@@ -175,7 +175,7 @@ def _make_class(
     members: dict[str, Any] = {name: _gated_tensor(name) for name in names}
     members |= {name: _gated_list(name) for name in lists}
     if "weight" in names and (forward := forward_of(original)) is not None:
-        members |= {"forward": forward, "_l0prune_casts": True}  # to what autocast wants
+        members |= {"forward": forward, "_l0prune_casts": True}  # may read in autocast's dtype
     if holds_bank:
         members["forward"] = _traced_whole(members.get("forward", original.forward))
     if holds_bank and hasattr(original, "__len__"):
@@ -199,11 +199,11 @@ def _make_class(
 
 
 def _traced_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that does under a compiler what the hooks of a model do without one.
+    """Return a forward that calls the bank itself while compiling, as hooks do otherwise.
 
-    ``torch.compile(model)`` calls hooks outside of the graph that it makes of a forward. Products
-    of weights that come from there are views of one tensor, and each gives autograd a gradient of
-    that whole tensor.
+    ``torch.compile(model)`` runs hooks outside the graph of the forward. Products of weights that
+    are computed there are views of one tensor, and for each view autograd builds a gradient of the
+    whole tensor.
     """
 
     @wraps(forward)
@@ -220,7 +220,7 @@ def _traced_whole(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register_parameter(module: nn.Module, name: str, param: Any) -> None:
-    """Register a parameter as torch does, except for values computed from a gated parameter."""
+    """Register a parameter as torch does, but refuse tensors that are no parameters."""
     if isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
         raise UsageError(_TAKEN.format(type(module).__name__, name.removesuffix("_orig")))
     original_class(module).register_parameter(module, name, param)
@@ -281,7 +281,7 @@ def _gated_list(name: str) -> property:
 def _container_methods(
     original: type[nn.Module], without_bank: type[nn.Module]
 ) -> dict[str, Callable[..., Any]]:
-    """Methods of a container (a Sequential, say) that leave the bank out of its contents."""
+    """Return methods of a container (such as Sequential) that hide the bank from its contents."""
 
     def iterate(self: nn.Module) -> Iterator[Any]:
         for item in original.__iter__(self):  # type: ignore[attr-defined]
@@ -306,13 +306,13 @@ def _container_methods(
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle as the original class would, and put what makes it gated on when it is back."""
+    """Pickle as the original class does, and gate the module again when it is unpickled."""
     original = original_class(self)
     reduced: Any = original.__reduce_ex__(self, protocol)
     rebuild, arguments, *state = reduced
     arguments = tuple(original if a is type(self) else a for a in arguments)
     gating = _Gating.of(self)
-    if any(state):  # it brings the rest back
+    if any(state):  # the state contains link and hooks
         gating = _Gating(gating.arguments, None, {})
     return (_rebuild, (rebuild, arguments, gating), *state)
 
@@ -326,7 +326,7 @@ def _rebuild(
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copied as the original class copies itself, and gated like it."""
+    """Copy as the original class does, and gate the copy alike."""
     result: nn.Module = original_class(self).__deepcopy__(self, memo)  # type: ignore[attr-defined]
     copy.deepcopy(_Gating.of(self), memo).put_on(result)
     return result
@@ -334,10 +334,10 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Gating:
-    """Gating of one module, beside its parameters and children.
+    """Class arguments, link and hooks that make one module gated.
 
-    A class that copies or pickles itself in a way of its own leaves it behind: an FX graph is built
-    anew from its code, as a plain graph without hooks.
+    A class with a custom copy or pickle loses them: an FX graph is rebuilt from its code, as a
+    plain graph without hooks.
     """
 
     arguments: tuple[_Names, _Names, bool]

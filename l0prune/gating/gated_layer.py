@@ -1,9 +1,9 @@
-"""Forwards of torch's own layers that multiply their input where the weight is larger than that.
+"""Forwards of torch's layers that gate the input instead of the weight, if the input is smaller.
 
-A gate on what a layer reads may multiply the columns of its weight or the slots of its input: it is
-the same function. Behind a flattened map, and where maps have shrunk to a few pixels, the weight is
-many times as large as a batch of inputs, and forward and backward pass it seven times over. Before
-the first layer nobody asks for the input's gradient, and ``GatedInput`` goes without it.
+Multiplying the columns of a layer's weight or the slots of its input by gates is the same function.
+After a flatten, and where maps have shrunk to a few pixels, the weight is many times as large as a
+batch of inputs, and forward and backward traverse it seven times. If the layer's input needs no
+gradient, as in the first layer, ``GatedInput`` does not compute it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from l0prune.gating.products import autocast_dtype
 
 
 class GatedInput(Function):
-    """``W(z∘x) + b``, of which the gradient of z is read off that of W.
+    """``W(z∘x) + b``, where the gradient of z is computed from that of W.
 
-    With ``∂L/∂W = Σ g (z∘x)ᵀ`` over the batch, where g is the gradient of what comes out,
+    With ``∂L/∂W = Σ g (z∘x)ᵀ`` over the batch, where g is the gradient of the output,
 
         ``∂L/∂z_i = Σ_o W_oi · Σ g_o x_i = (Σ_o W_oi · ∂L/∂W_oi) / z_i``,
 
-    so that neither another product of matrices is needed, as for a gradient of the input, nor two
-    more passes over the weight, as for one that was multiplied by the gates. Where z is 0 the
-    gradient is given as 0, which is right for gates that have no slope there.
+    so that neither another matrix product is needed, as for a gradient of the input, nor two more
+    passes over the weight, as for a gated weight. Where z is 0 the gradient is set to 0, which is
+    right for gates that have no slope there.
     """
 
     @staticmethod
@@ -44,11 +44,11 @@ class GatedInput(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Shape: grad as the result; what comes back as the arguments."""
+        """Shape: grad as the result of ``forward``; results as its arguments."""
         x, gated, z, weight = ctx.saved_tensors
         g = grad.reshape(-1, len(weight))
         bias = g.sum(0) if ctx.needs_input_grad[3] else None
-        if torch.is_grad_enabled():  # the gradient is to be differentiated: its textbook form
+        if torch.is_grad_enabled():  # double backward: differentiable form
             flat = x.reshape(-1, len(z))
             return None, ((g @ weight) * flat).sum(0), g.t() @ (flat * z), bias
         of_weight = g.t() @ gated.reshape(-1, len(z))
@@ -56,13 +56,13 @@ class GatedInput(Function):
         return None, torch.where(z == 0, 0, of_z / z), of_weight, bias
 
 
-# Numbers that a GPU reads and writes in the time that the launches for an input take.
+# Elements that a GPU reads and writes while it launches the kernels that gate an input.
 _LAUNCHES = 8_000_000
 _CONVOLUTIONS = ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3))
 
 
 def forward_of(original: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The forward of a gated layer; None for a class that computes in a way of its own."""
+    """Return the forward of a gated layer; None for a class whose forward is not torch's."""
     if original.forward is nn.Linear.forward:
         return _linear
     for kind, after in _CONVOLUTIONS:
@@ -82,7 +82,7 @@ def _linear(self: nn.Linear, input: Any) -> Tensor:
 
 
 def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
-    """The forward of a convolution over so many dims."""
+    """Return the forward of a convolution over ``after`` dims."""
 
     @wraps(kind.forward)
     def forward(self: Any, input: Any) -> Tensor:
@@ -93,7 +93,7 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
 
 
 def read_by_layer(module: nn.Module, name: str) -> Any:
-    """Return a layer's weight or bias for torch's operator, maybe cast to what autocast wants."""
+    """Return a layer's weight or bias for torch's operator, possibly in autocast's dtype."""
     link: Link | None = module.__dict__.get(LINK)
     if (
         link is None
@@ -112,8 +112,8 @@ def read_by_layer(module: nn.Module, name: str) -> Any:
 def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[Any, Any]:
     """Return the layer's input and weight, one of them multiplied by the gates.
 
-    ``values`` may multiply the slots of the input, of which ``after`` dims come behind the one that
-    the weight contracts.
+    ``values`` are multipliers for the input's slots, or None; ``after`` dims of the input follow
+    the contracted one.
     """
     if values is None or not _is_free(input, values):
         return input, read_by_layer(module, "weight")
@@ -121,14 +121,14 @@ def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[
 
 
 def _is_free(input: Tensor, values: Tensor) -> bool:
-    """Return whether multiplying the input asks for no gradient that is not computed anyway."""
+    """Return whether multiplying the input needs no additional gradient of the input."""
     return input.requires_grad or not values.requires_grad
 
 
 def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
     """Return the multipliers of the slots that a layer reads.
 
-    None where that is not all that its gates do, or to multiply its weight costs less.
+    None if its gates act on other dims, too, or if multiplying the weight costs less.
     """
     weight = module._parameters.get("weight")
     if not _is_smaller(input, weight):
@@ -150,8 +150,7 @@ def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
 def _is_smaller(input: Any, weight: Any) -> bool:
     """Return whether multiplying the input costs less than multiplying the weight.
 
-    Only where a backward pass may follow. So what a model computes without gradients does not
-    depend, in the last bit, on the size of a batch.
+    False without gradients, so that inference does not depend, in the last bit, on the batch size.
     """
     return (
         type(input) is Tensor
@@ -159,13 +158,13 @@ def _is_smaller(input: Any, weight: Any) -> bool:
         and input.numel() < weight.numel()
         and input.dtype == weight.dtype
         and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()  # a compiler merges the product into what is near
+        and not torch.compiler.is_compiling()  # a compiler fuses the product
         and not functorch_is_active()
     )
 
 
 def _is_carried(module: nn.Module, values: Tensor) -> bool:
-    """Return whether the gradient of these gates follows from the weight's."""
+    """Return whether ``GatedInput`` can compute the gates' gradient from the weight's."""
     gates, weight = module.__dict__[LINK].gates, module._parameters["weight"]
     assert weight is not None
     device = weight.device

@@ -1,11 +1,11 @@
 """Triton kernels that multiply many weights by their gates at once, and that take the gradients.
 
-A weight is a matrix in memory: rows are its first dim, columns all other dims as they lie there. Of
-a column's number c the position along a gated dim is ``(c // after) % size``, whatever the memory
-format. A table has one line for each weight, and a list of tiles says what each program does.
+A weight is a matrix in memory: rows are its first dim, columns all other dims in memory order.
+Column c has the position ``(c // after) % size`` along a gated dim, in any memory format. A table
+has one line for each weight, and a list of tiles assigns work to each program.
 """
 
-# Triton compiles what it is given: arguments have no types that Python knows.
+# Triton compiles these functions: their arguments have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped,import-not-found"
 # ruff: noqa: ANN001, ANN202
@@ -22,9 +22,9 @@ from torch import Tensor
 
 TILE = (32, 128)  # rows and columns of a weight that one program multiplies
 BLOCK = (64, 32)  # numbers and slots of a sum that one program adds up
-# A table of weights has 8 columns: offset in what is made of them, rows, columns, after, size, and
-# where factors of columns begin, those of rows (−1: none), and partial sums. A table of sums has 6:
-# begin, repeats, before, size, after, and where the sum goes.
+# A table of weights has 8 columns: offset in the products, rows, columns, after, size, and the
+# offsets of factors of columns, of factors of rows (−1: none), and of partial sums. A table of sums
+# has 6: begin, repeats, before, size, after, and the offset of the result.
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -36,7 +36,7 @@ DTYPES = {
 
 @triton.jit
 def _tile(tiles, table, weights, z, WEIGHT, TR: tl.constexpr, TC: tl.constexpr):
-    """Places, mask and numbers of a program's tile, and the factors of its columns and rows."""
+    """Return offsets, mask and values of a program's tile, and factors of its columns and rows."""
     pid = tl.program_id(0)
     which = tl.load(tiles + 3 * pid)
     row = tl.load(tiles + 3 * pid + 1) + tl.arange(0, TR)
@@ -86,7 +86,7 @@ def _differentiate(
         tl.sum(product * by_row[:, None], axis=0),
         mask=(column < columns) & (of_columns >= 0),
     )
-    # Sums of rows lie behind those of columns, if there are any.
+    # Sums of rows follow those of columns, if there are any.
     behind = tl.where(of_columns >= 0, (rows + TR - 1) // TR * columns, 0)
     tl.store(
         partial + begin + behind + tile_column * rows + row,
@@ -97,7 +97,7 @@ def _differentiate(
 
 @triton.jit
 def _add_up(blocks, table, values, out, TK: tl.constexpr, TS: tl.constexpr):
-    """For each slot the sum of ``values[begin + (k·before + b)·size·after + slot·after + a]``."""
+    """Write for each slot Σ ``values[begin + (k·before + b)·size·after + slot·after + a]``."""
     pid = tl.program_id(0)
     line = table + tl.load(blocks + 2 * pid) * 6
     slot = tl.load(blocks + 2 * pid + 1) + tl.arange(0, TS)
@@ -152,7 +152,7 @@ def add_up(blocks: Tensor, table: Tensor, values: Tensor, out: Tensor) -> None:
 
 
 def launch(kernel: Any, programs: int, *tensors: Tensor, **constants: Any) -> None:
-    """Launch so many programs of a kernel where the tensors are."""
+    """Launch this number of programs of a kernel on the tensors' device."""
     device = tensors[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[(programs,)](*tensors, **constants)

@@ -1,18 +1,18 @@
 """Fake quantization whose bits are learned: Bayesian Bits (van Baalen et al. 2020, 2005.07093).
 
-A value x is put on a grid for each number of bits on the menu b₁ < b₂ < …, of one range and with
-steps ``s_b = (max − min)/(2^b − 1)``, so that a grid lies in the next: ``s_2b = s_b/(2^b + 1)``.
+A value x is rounded on a grid for each number of bits of the menu b₁ < b₂ < …, of one range with
+steps ``s_b = (max − min)/(2^b − 1)``; each grid is part of the next: ``s_2b = s_b/(2^b + 1)``.
 With x_i the number of the i-th grid that is nearest to x, the residuals of the paper are the
 differences ``ε_i = x_i − x_{i−1}``, and with a gate z on each
 
     x_q = x₁ + z₂·(ε₂ + z₃·(ε₃ + …)) = Σ_i z₂ ⋯ z_i·(1 − z_{i+1})·x_i.
 
-The second form is exact where the gates are 0 and 1: then x_q is on one of the grids. Slots that
-are pruned, the paper's 0 bits, have the gates of their axes.
+The second form is exact where the gates are 0 and 1: then x_q is on one of the grids. Pruned slots,
+the paper's 0 bits, are closed by the gates of their axes.
 
-Gradients go straight through the rounding, and to the ends of the range where a value is beyond
-(PACT). What learns of a range is its size: the largest weight of each output, or the range that the
-first steps have shown, times ``exp(θ)``, with one θ for each weight and each point.
+Gradients pass straight through the rounding, and go to the ends of the range for values beyond it
+(PACT). The size of a range is learned: the largest weight of each output, or the range observed in
+the first steps, times ``exp(θ)``, with one θ for each weight and each point.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Grid(NamedTuple):
     margin: float = 0.0
 
     def nearest(self, values: Tensor) -> Tensor:
-        """The number of the grid nearest to each value."""
+        """Return the number of the grid nearest to each value."""
         return (values / self.step).round_().clamp_(self.least, self.most).mul_(self.step)
 
     def has(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def weight_grids(largest: Tensor, menu: Sequence[int]) -> list[Grid]:
     """Return the grids of weights, one for each number of bits; symmetric, as int8 has it.
 
     Args:
-        largest: number that the finest grid ends at, by output.
+        largest: last number of the finest grid, by output.
         menu: bits, ascending.
     """
     last = menu[-1]
@@ -87,11 +87,11 @@ def point_grids(least: Tensor, most: Tensor, menu: Sequence[int]) -> list[Grid]:
 
 
 class _Mixture(Function):
-    """``Σ_i shares_i·x_i`` of the numbers x_i that are nearest to x on some grids."""
+    """``Σ_i shares_i·x_i``, with x_i the nearest number to x on grid i."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, theta: Tensor, shares: Tensor, grids: list[Grid]) -> Tensor:
-        del theta  # the grids have it
+        del theta  # already part of the grids
         mixed = torch.zeros_like(x)
         for share, grid in zip(shares.unbind(), grids, strict=True):
             mixed = torch.addcmul(mixed, grid.nearest(x), share)
@@ -115,7 +115,7 @@ class _Mixture(Function):
 def shares_of(z: Tensor) -> Tensor:
     """Return the share of each grid, from its gates.
 
-    Shape: z ``(levels,)``, whose first is not looked at; result the same.
+    Shape: z ``(levels,)``, whose first entry is ignored; result the same.
     """
     there = torch.cat([z.new_ones(1), z[1:].cumprod(0)])
     return there * torch.cat([1 - z[1:], z.new_ones(1)])
@@ -126,8 +126,8 @@ def mixed(x: Tensor, theta: Tensor, z: Tensor, grids: list[Grid]) -> Tensor:
 
     Args:
         x: values of any shape.
-        theta: logarithm of the part of the range that is learned, a scalar, which the grids have in
-            them.
+        theta: logarithm of the learned factor of the range, a scalar that is already part of the
+            grids.
         z: gates of the bits, shape ``(levels,)``.
         grids: one for each number of bits.
     """
@@ -141,7 +141,7 @@ def _mixed(x: Tensor, theta: Tensor, shares: Tensor, grids: list[Grid]) -> Tenso
 
 
 class LearnedBits(FakeQuantizer):
-    """Fake quantization of the layers of one gated model, with bits that its gates say.
+    """Fake quantization of the layers of one gated model, with bits chosen by gates.
 
     Attributes:
         menu: bits of a tensor, ascending.
@@ -170,12 +170,12 @@ class LearnedBits(FakeQuantizer):
 
     @property
     def bits(self) -> dict[str, int]:
-        """Bits of each weight and each input of a layer as the gates stand, by name."""
+        """Bits of each weight and each input of a layer at the present gates, by name."""
         return bits_left(self._bank.plan, self._bank.open().cpu(), self.menu)
 
     @property
     def by_layer(self) -> dict[str, tuple[int, int]]:
-        """Bits of the weight and the input of each layer as the gates stand, by path."""
+        """Bits of the weight and the input of each layer at the present gates, by path."""
         bits, points = self.bits, names_of_points(self.scheme)
         return {
             layer.path: (bits[name_of_weight(layer)], bits[points[layer.reads]])
@@ -184,7 +184,7 @@ class LearnedBits(FakeQuantizer):
 
     @property
     def found(self) -> Ranges:
-        """The ranges as plain data, without what learns of them."""
+        """The ranges as plain data, without the learned factors."""
         return replace(super().found, menu=self.menu)
 
     def weight_grids(self, weight: Tensor, layer: int) -> list[Grid]:
@@ -228,7 +228,7 @@ class LearnedBits(FakeQuantizer):
         return found
 
     def _numbers(self, z: Tensor) -> list[float]:
-        """Return z, fetched from its device once."""
+        """Return z as a list, copied from its device once."""
         if self._z[0] is not z:
             self._z = z, z.tolist()
         return self._z[1]
@@ -237,15 +237,15 @@ class LearnedBits(FakeQuantizer):
         assert self._bank.clips is not None
         return self._bank.clips[number].detach().to(like.device, _precise(like)).exp()
 
-    # --- what leaves training --------------------------------------------------------------
+    # --- results of training ---------------------------------------------------------------
 
     @torch.no_grad()
     def bake(self, model: nn.Module) -> None:
-        """Let the parameters of a gated model have weights on their grids, for good.
+        """Replace the weights of a gated model by values on their grids, permanently.
 
-        They may share their memory with those of another model, which stay as they are. Multiplied
-        with its gates a weight is then what this quantizer makes of it; ``ends`` has for each layer
-        the largest whole number of each output.
+        They may share memory with those of another model, which do not change. A weight times its
+        gates is then equal to its quantized value; ``ends`` has for each layer the largest integer
+        of each output, by magnitude.
         """
         z = self._bank.z().tolist()
         done: dict[str, Tensor] = {}
@@ -260,7 +260,7 @@ class LearnedBits(FakeQuantizer):
         return self.weight_grids(weight, layer)[_level(z[self._of_weights[layer]])]
 
     def for_file(self, plan: Plan, kept: Tensor) -> Ranges | None:
-        """Return ranges and bits for a file with these slots, after ``bake``; None without.
+        """Return ranges and bits for a file with these slots; None before ``bake``.
 
         Shape: kept bool, ``(plan.size,)``.
         """
@@ -282,7 +282,7 @@ class LearnedBits(FakeQuantizer):
 
 
 def _baked(module: nn.Module, grid_of: Callable[[Tensor], Grid]) -> Tensor:
-    """Put a module's weight on the grid of its product with the gates; return its largest numbers.
+    """Put a module's weight times its gates on a grid; return the largest integers.
 
     Shape: int64, ``(outputs,)``.
     """
@@ -291,17 +291,17 @@ def _baked(module: nn.Module, grid_of: Callable[[Tensor], Grid]) -> Tensor:
     by = link.product("weight", torch.ones_like(stored), stored.dtype)
     grid = grid_of(stored * by)
     on_grid = grid.nearest(stored * by)
-    stored.data = torch.where(by == 0, stored, on_grid / by)  # a copy of a model has its numbers
+    stored.data = torch.where(by == 0, stored, on_grid / by)  # not in place: may be shared
     return (on_grid / grid.step).round().abs().flatten(1).amax(1).long()
 
 
 def _level(z: Sequence[float]) -> int:
-    """Return the number of the finest grid whose gates are open, and those before it."""
+    """Return the index of the finest grid whose gate is open, with all gates before it."""
     return len([*takewhile(bool, z[1:])])
 
 
 def quantizer_of(gates: Gates, ranges: Ranges) -> FakeQuantizer:
-    """Return a quantizer that is on, with what a training found."""
+    """Return an enabled quantizer with the ranges that a training found."""
     if not ranges.menu:
         return FakeQuantizer.of(gates, ranges)
     made = LearnedBits(gates, ranges.scheme, check_menu((0, *ranges.menu)))

@@ -1,8 +1,8 @@
-"""Link from a gated module to its gates, and whether these act on what the module reads now.
+"""Link from a gated module to its gates, and the check whether they act on a tensor that is read.
 
-``nn.LSTM`` and its like hand their weights to torch in one list, which they make anew whenever a
-weight is another tensor than before. With gates it is, in each forward, so the list is gated to
-read and plain to keep.
+``nn.LSTM`` and its like pass their weights to torch in one list, which they rebuild whenever a
+weight is another tensor than before. With gates it is, in each forward, so the list reads as gated
+and is stored plain.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from l0prune.gating.multiplying import LINK, GateValues, scale
 
 
 class KeptList:
-    """One such list, by the names of its entries that are parameters, with None for others.
+    """List of weights in a module, as the names of its entries, None for other than parameters.
 
-    ``given`` is the list that the module has put there itself, of gated tensors; never copied or
+    ``given`` is the list of gated tensors that the module itself has assigned; never copied or
     saved, since those belong to one forward.
     """
 
@@ -35,7 +35,7 @@ class KeptList:
         return {"names": self.names, "given": None}
 
     def plain(self, module: nn.Module, values: Sequence[Any]) -> list[Any]:
-        """The list as the module keeps it: parameters in the place of what was made of them."""
+        """Return the list to store: parameters instead of the gated tensors computed from them."""
         if len(values) != len(self.names):
             return list(values)
         pairs = zip(self.names, values, strict=True)
@@ -43,7 +43,7 @@ class KeptList:
 
 
 def kept_lists(module: nn.Module, names: Collection[str]) -> dict[str, KeptList]:
-    """Return the module's lists that hold one of its parameters of these names, by attribute."""
+    """Return, by attribute, the module's lists that hold one of its parameters ``names``."""
     known = {id(parameter): name for name, parameter in module._parameters.items()}
     found = {}
     for attribute, value in vars(module).items():
@@ -63,13 +63,13 @@ _WHOSE = (
 
 @dataclass(slots=True)
 class Link:
-    """Link from a gated module to its gates; no nn.Module, so that it is no child of any.
+    """Link from a gated module to its gates; no nn.Module, so that it is no submodule.
 
     Attributes:
         gates: the model's bank.
-        sites: for each gated parameter or buffer of the module, what multiplies it along which dim.
+        sites: multipliers of each gated parameter or buffer of the module, each with its dim.
         lists: by attribute, the lists in which the module keeps such parameters.
-        scales: by parameter of a module that was cut, what stands for its numbers in the forward.
+        scales: by parameter of a module that was cut, the transformation applied when it is read.
         quantizer: of the module's weight; None where it is not quantized.
         layer: number of the module among those that the quantizer knows.
     """
@@ -86,7 +86,7 @@ class Link:
         return name == "weight" and self.quantizer is not None and self.quantizer.acts
 
     def product(self, name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the module times its gates, in its own dtype or the reader's."""
+        """Return a tensor of the module times its gates, in the stored dtype or in ``dtype``."""
         gates = self.gates
         if gates.products.is_on and name not in self.scales:
             made = gates.products.read(stored, self.sites.get(name, ()), dtype)
@@ -102,7 +102,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A parameter p is read as ``by · (p + offset) − offset``.
+    """Transformation of a parameter p when it is read: ``by · (p + offset) − offset``.
 
     ``by`` broadcasts against the parameter; the module itself adds ``offset`` to it.
     """
@@ -111,14 +111,14 @@ class Scale:
     offset: float = 0.0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The parameter as it is read, of its own dtype."""
+        """Return the transformed parameter, in the dtype of the parameter."""
         by = self.by.to(tensor)
         scaled = by * (tensor + self.offset) - self.offset if self.offset else by * tensor
         return scaled.to(tensor.dtype)
 
 
 def acting_link(module: nn.Module, name: str, parameter: Tensor | None) -> Link | None:
-    """Return the module's link if its gates multiply this tensor, in the place of ``name``."""
+    """Return the module's link if its gates multiply this tensor, which it reads as ``name``."""
     link: Link | None = module.__dict__.get(LINK)
     if parameter is None or link is None or link.gates.bypassed:
         return None

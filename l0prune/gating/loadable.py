@@ -1,9 +1,9 @@
-"""Plans whose cuts other programs load by themselves, since a configuration can say the sizes.
+"""Plans whose cuts other programs can load, since a configuration describes the sizes.
 
-A configuration has one number for a size of all layers. Which number a dim follows is tried: the
-class is built without values, with one number doubled. So an axis may be cut if all dims that
-follow the same numbers are made of axes that can be cut likewise, and these keep equally many
-slots; all others stay whole, with the reason.
+A configuration has one number for a size of all layers. Which number a dim follows is found by
+trial: the class is built without values, with one number doubled. An axis may be cut if all dims
+that follow the same numbers consist of axes that can be cut alike, which keep equally many slots;
+all others stay whole, with the reason.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from l0prune.plan.layout import Cat, Const, Layout, Prod, Slots, axes_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
 
-# Numbers that a program takes by layer, for each program.
+# Numbers that may differ by layer, for each program.
 PROGRAMS: Mapping[str, frozenset[Field]] = {
     "transformers": frozenset(),
     "vllm": frozenset({("intermediate_size",)}),
 }
-_MANY = 32  # slots, above which widths are tried in steps alone
-Group = tuple[int, int, str]  # the first of its axes, size and kind of all
+_MANY = 32  # slots, above which widths are tried in steps only
+Group = tuple[int, int, str]  # its first axis, and size and kind of all
 
 
 @dataclass
 class Loadable:
-    """Axes and branches that a configuration can say.
+    """Axes and branches that can be cut so that a configuration describes the result.
 
     Attributes:
         configured: the model's class, by its configuration.
-        by_layer: the numbers that each layer may have its own of; its branches may go by
-            themselves then, but for the first.
+        by_layer: the numbers that may differ by layer; if there are any, branches may be removed
+            one by one, except the first.
         whole: why axes stay whole, by number.
         fixed: why numbers of the configuration stay as they are.
     """
@@ -93,7 +93,7 @@ class Loadable:
                 yield (name, number), layout
 
     def leave_whole(self, axes: frozenset[int], why: str) -> bool:
-        """Note why axes stay whole; return whether that is new of one of them."""
+        """Record why axes stay whole; return whether that is new for any of them."""
         new = [axis for axis in axes if axis not in self.whole]
         self.whole.update(dict.fromkeys(new, why))
         return bool(new)
@@ -115,7 +115,7 @@ class Loadable:
             pass
 
     def _find_numbers_in_code(self, example: Inputs) -> None:
-        """Leave whole what numbers say that the code also computes with."""
+        """Fix the numbers of the configuration that the code also computes with."""
         fixed, outputs = _floats(self.configured.built({})), _outputs(self.model, example)
         for name, value in self.fields.items():
             other, text = _floats(self.configured.built({name: 2 * value})), ".".join(name)
@@ -128,7 +128,7 @@ class Loadable:
                 self.fixed[name] = why
 
     def _find_unequal_norms(self) -> None:
-        """A norm over k of n slots needs an ε of its own; a configuration has one for all."""
+        """Leave axes of unequal norms whole: over k of n slots each norm needs a separate ε."""
         over: set[frozenset[int]] = set()
         for path, module in self.model.named_modules():
             if any("eps" in name and type(value) is float for name, value in vars(module).items()):
@@ -139,7 +139,7 @@ class Loadable:
             self.leave_whole(frozenset().union(*over), why)
 
     def _find_mismatch(self) -> bool:
-        """Leave whole one more axis whose numbers say other dims, too; False where none is."""
+        """Leave an axis whole whose numbers also determine other dims; False if there is none."""
         groups, by_fields = self.groups(), self._by_fields()
         for (fields, _), dims in by_fields.items():
             made_of = {dim: self._made_of(layout, groups) for dim, layout in dims.items()}
@@ -160,7 +160,7 @@ class Loadable:
         dims: Collection[Layout],
         groups: Mapping[int, Group],
     ) -> bool:
-        """Leave whole what these numbers cannot say; what each head has before the heads."""
+        """Leave axes whole that these numbers cannot express; ``head_dim`` axes before others."""
         if self._assigned(fields, made_of) is not None:
             return False
         fixed = [why for name, why in self.fixed.items() if name in fields]
@@ -177,7 +177,7 @@ class Loadable:
     def _assigned(
         self, fields: frozenset[Field], made_of: tuple[Group, ...]
     ) -> dict[Group, Field] | None:
-        """Return for each factor of a dim the number that says it; None where one has none."""
+        """Return the number that determines each factor of a dim; None if a factor has none."""
         if not made_of:
             return {}
         (first, *others), (_, size, _) = made_of, made_of[0]
@@ -189,10 +189,10 @@ class Loadable:
         return None
 
     def widths(self) -> dict[Group, tuple[int, ...]]:
-        """Return the widths of each group by which the class can be built; of large axes by steps.
+        """Return the widths of each group with which the class can be built; large axes in steps.
 
-        Where two numbers depend on each other, as code divides one by the other, those widths are
-        left out that do not go with few slots of the other group.
+        If two numbers depend on each other, as code divides one by the other, widths are left out
+        that fail at the smallest or the second largest width of the other group.
         """
         numbers = {g: of for g, of in self._numbers_of_groups().items() if not of <= self.by_layer}
         found = {group: self._buildable(group, numbers[group]) for group in numbers}
@@ -235,7 +235,7 @@ class Loadable:
         return self.configured.built(values) is not None
 
     def _by_fields(self) -> Mapping[tuple[frozenset[Field], str], Mapping[Dim, Layout]]:
-        """Return the dims of the same numbers; where a layer has its own, with the layer."""
+        """Return dims by the numbers that they follow, and by layer if these differ by layer."""
         found: dict[tuple[frozenset[Field], str], dict[Dim, Layout]] = defaultdict(dict)
         for dim, layout in self._dims():
             if fields := self.follows.get(dim):
@@ -244,7 +244,7 @@ class Loadable:
         return found
 
     def groups(self) -> dict[int, Group]:
-        """Return by number the group of each axis that may be cut."""
+        """Return the group of each axis that may be cut, by number of the axis."""
         axes = self.plan.axes
         first: dict[int, int] = {}
         for dims in self._by_fields().values():
@@ -258,7 +258,7 @@ class Loadable:
         return {n: (root, axes[n].size, axes[n].kind) for n, root in first.items()}
 
     def _made_of(self, layout: Layout, groups: Mapping[int, Group]) -> tuple[Group, ...] | None:
-        """Return the groups whose product a dim is; None where it is something else."""
+        """Return the groups whose product the dim is; None if it is no such product."""
         match layout:
             case Const():
                 return ()
@@ -277,9 +277,9 @@ class Loadable:
     # --- whole layers ---------------------------------------------------------------------------
 
     def layers(self) -> list[tuple[str, ...]]:
-        """Return the branches that can go: of each layer together, all that is in it.
+        """Return the branches that can be removed: all branches of a whole layer together.
 
-        Where layers may differ each goes alone. The first stays: vLLM begins its stream there.
+        If layers may differ, each alone, except the first: vLLM begins its stream there.
         """
         named: dict[str, list[str]] = defaultdict(list)
         gated = {axis.name for axis in self.plan.axes if axis.kind == KIND}
@@ -313,7 +313,7 @@ def _shown(dim: Dim) -> str:
 
 
 def _floats(model: nn.Module | None) -> dict[str, float]:
-    """Return the settings of a model's modules that are no sizes, such as the scale of heads."""
+    """Return the float attributes of a model's modules, such as the scale of heads."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in (model.named_modules() if model is not None else ())
@@ -323,17 +323,17 @@ def _floats(model: nn.Module | None) -> dict[str, float]:
 
 
 def _outputs(model: nn.Module, example: Inputs) -> list[Any] | None:
-    """Return what the model gives in eval mode; None where it fails, as by a number of no size."""
+    """Return the model's outputs in eval mode; None if the forward fails."""
     try:
         with evaluating(model):
             return [*pytree.tree_leaves(call(model, example))]
-    # The user's code may fail in any way with a number that is not its own.
+    # The user's code may fail in any way with a changed number.
     except Exception:
         return None
 
 
 def _are_same(some: list[Any] | None, others: list[Any] | None) -> bool:
-    """Compare outputs; those of a forward that fails count as the same."""
+    """Return whether outputs are equal; those of a forward that fails count as equal."""
     if some is None or others is None:
         return True
     pairs = ((a, b) for a, b in zip(some, others, strict=False) if isinstance(a, Tensor))
@@ -342,7 +342,7 @@ def _are_same(some: list[Any] | None, others: list[Any] | None) -> bool:
 
 @contextmanager
 def _other_number(model: Any, name: Field, value: int) -> Iterator[None]:
-    """Within the context the model's live configuration has another number."""
+    """Change a number of the model's live configuration within the context."""
     place = model.config
     for key in name[:-1]:
         place = place.get(key) if isinstance(place, dict) else getattr(place, key)
@@ -360,10 +360,10 @@ def _other_number(model: Any, name: Field, value: int) -> Iterator[None]:
 def loadable(
     plan: Plan, model: nn.Module, by: str, example: Inputs, ours: Sequence[Layout]
 ) -> Plan:
-    """Return the plan with gates on what this program loads by itself, and what keeps alike.
+    """Return the plan restricted to cuts that this program loads by itself, with equal widths.
 
     A warning says what stays whole for that, why, and what it costs. ``ours`` are dims that only a
-    layer of l0prune can be without some slots of.
+    layer of l0prune can have cut.
     """
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:
@@ -408,7 +408,7 @@ def _configured(model: nn.Module, by: str, example: Inputs) -> Configured:
 
 
 def _reasons(found: Loadable, most: int = 4) -> str:
-    """List what stays whole and why, axes of one reason and of like names together."""
+    """List the axes that stay whole and why, those of one reason and of like names together."""
     texts: dict[tuple[str, str], str] = {}
     for number, why in sorted(found.whole.items()):
         name = found.plan.axes[number].name

@@ -1,6 +1,6 @@
 """Multipliers of all layouts, spread from one flat vector of gates in a handful of operations.
 
-What a bank has computed for now is never saved or copied, and cheap to recompute.
+The current multipliers of a bank are neither saved nor copied, and are cheap to recompute.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from l0prune.plan.expected import first_order
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 
-LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
+LINK = "_l0prune"  # the attribute of a module that holds its ``Link``: bank and gated tensors
 
 
 def held(module: nn.Module, name: str) -> Tensor | None:
-    """The parameter or buffer of this name that the module itself keeps; None without one."""
+    """Return the parameter or buffer that the module stores under this name; None without one."""
     table = module._parameters if name in module._parameters else module._buffers
     return table.get(name)
 
 
 class MultiplierCache:
-    """The multipliers of all gates that a model uses now.
+    """The current multipliers of all gates, and the inputs that they were computed from.
 
     Attributes:
-        noise: what they were drawn with; None where the next are to be drawn afresh.
+        noise: the uniform noise of the sample; None if the next sample draws new noise.
         z: the multipliers, flat.
-        spread: along all layouts, one after another.
-        value: the parameter that they were computed from. While it is the same, unchanged, its
-            noise still counts.
-        version: of that parameter then.
-        mode: what else they depend on.
-        stood: a copy of the parameter as it was then, where the next forward may use them, too.
-        grad: whether gradients were on.
-        in_forward: the model is in its forward, so that they hold without a further look.
+        spread: the multipliers of all layouts, one after another.
+        value: the ``log_alpha`` that they were computed from. While it is the same object,
+            unchanged, the noise is used again.
+        version: version counter of that parameter then.
+        mode: everything else that they depend on; see ``SampledGates._mode``.
+        stood: a copy of the parameter's values then, if the next forward may reuse the multipliers.
+        grad: whether gradients were enabled.
+        in_forward: the model is in its forward, so that they are valid without a check.
         own: by module and name, the parameters with which that forward began; None where unknown.
     """
 
@@ -59,10 +59,10 @@ class MultiplierCache:
         self._gated: list[tuple[nn.Module, str]] | None = None
 
     def note(self, value: Tensor, mode: tuple[object, ...], *, is_fleeting: bool) -> None:
-        """Remember what they were computed from; ``is_fleeting`` if the next are others anyway."""
+        """Record what the multipliers depend on; ``is_fleeting`` if the next ones differ anyway."""
         self.value, self.version, self.mode, self.stood = value, version_of(value), mode, None
-        # On another device the next forward had to wait for a look at the values, and multipliers
-        # with a gradient are part of one forward's graph.
+        # On another device the next forward would have to wait to compare the values, and
+        # multipliers with a gradient are part of one forward's graph.
         if not (
             is_fleeting or value.device.type != "cpu" or self.z is None or self.z.requires_grad
         ):
@@ -70,12 +70,12 @@ class MultiplierCache:
             self.stood = copy if type(copy) is Tensor else None
 
     def is_still_valid(self, value: Tensor, mode: Callable[[], tuple[object, ...]]) -> bool:
-        """Return whether the last forward's multipliers hold for this one, as in settled steps.
+        """Return whether the last forward's multipliers are valid for this one, as in settling.
 
-        The numbers decide: what writes into ``log_alpha.data`` leaves no other trace.
+        Values are compared: a write into ``log_alpha.data`` leaves no other trace.
         """
         return (
-            not torch.compiler.is_compiling()  # first: what follows would break its graph
+            not torch.compiler.is_compiling()  # first: the next checks would break its graph
             and self.stood is not None
             and self.value is value
             and self.mode == mode()
@@ -84,7 +84,7 @@ class MultiplierCache:
         )
 
     def note_own(self, model: nn.Module) -> None:
-        """Remember what stands in the place of each gated tensor of the model."""
+        """Record which tensor object each gated name refers to when the forward begins."""
         if self._gated is None:
             self._gated = [
                 (module, name)
@@ -95,9 +95,9 @@ class MultiplierCache:
         self.own = {(id(module), name): t for module, name, t in placed if t is not None}
 
     def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Did the forward begin with this parameter? One that was in shards has been put together.
+        """Return whether the forward began with this parameter, or with shards of it.
 
-        True where it is unknown.
+        True if that is unknown.
         """
         before = (self.own or {}).get((id(module), name))
         return before is None or before is parameter or hasattr(before, "placements")
@@ -109,12 +109,12 @@ class MultiplierCache:
 class GateValues:
     """The current multipliers along one layout, for the modules that use them.
 
-    It has an attribute rather than a place in a list, so that torch.compile sees equal blocks
-    of a model as equal.
+    An object rather than an index into a list, so that torch.compile sees equal blocks of a model
+    as equal.
 
     Attributes:
         values: the multipliers; None where nothing is computed.
-        begin: where they begin in those of all layouts.
+        begin: their offset in the vector of all layouts.
     """
 
     def __init__(self) -> None:
@@ -126,14 +126,14 @@ class GateValues:
 
 
 def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
-    """``tensor`` times ``values`` along ``dim``; dtype and device are the tensor's.
+    """Return ``tensor`` times ``values`` along ``dim``; dtype and device are the tensor's.
 
     Where the values are the more precise of the two (float32 gates of a bfloat16 model), the
     product and its gradients are computed in their dtype.
 
     Shape: tensor any; values ``(tensor.shape[dim],)``.
     """
-    if not tensor.numel():  # of a branch that is gone: nothing is left to multiply
+    if not tensor.numel():  # of a removed branch
         return tensor
     if values.device != tensor.device:
         values = values.to(tensor.device)
@@ -142,13 +142,13 @@ def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
 
 
 def along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
-    """``values`` shaped to broadcast against ``tensor``.
+    """Return ``values`` shaped to broadcast against ``tensor``.
 
     Where short dimensions follow ``dim`` (a 3×3 kernel), repeating each value over them makes
     rows, which the CPU multiplies, and sums in backward, four times as fast as it broadcasts.
 
-    Nothing here is told a size: the code around it may be one whose sizes are given to it, call
-    by call (see ``GivenSizes``).
+    No call here takes a size: the code around may be a module whose sizes are given call by call
+    (see ``GivenSizes``).
     """
     after = tensor.shape[dim + 1 :]
     if not after:
@@ -172,20 +172,20 @@ _Row = tuple[int, Tensor]
 class Spreader:
     """``plan.spread(layout, z)`` for all layouts at once, at a cost that hardly grows with them.
 
-    Each position of a layout is a product of entries of z, so that rows of indices say it all. The
-    layouts of fewer factors come first, and each further factor is a row from some position on:
-    one gather per factor, then one split into a view for each layout.
+    Each position of a layout is a product of entries of z, given by rows of indices. Layouts are
+    sorted by their number of factors, so that the row of each further factor begins at some
+    position: one gather per factor, then one split into a view for each layout.
     """
 
     def __init__(self, plan: Plan, layouts: Sequence[tuple[Layout, Tensor | None]]) -> None:
-        """Args: layouts, each with the positions that are left of it, None for all."""
+        """Build rows of indices for layouts, each with its remaining positions (None for all)."""
         tables = [_left(plan.gate_table(layout), left) for layout, left in layouts]
         order = sorted(range(len(layouts)), key=lambda number: tables[number].shape[0])
         sizes = [tables[number].shape[1] for number in order]
         self._sizes = sizes
         self._place = [order.index(number) for number in range(len(layouts))]
         self.begins = [sum(sizes[:place]) for place in self._place]
-        # No row at all is a factor of one, for which the index past the last gate stands.
+        # A layout without rows is a factor of 1, encoded as the index past the last gate.
         in_order = [
             tables[number] if len(tables[number]) else torch.full((1, size), plan.size)
             for number, size in zip(order, sizes, strict=True)
@@ -201,9 +201,9 @@ class Spreader:
         )
 
     def __call__(self, z: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """All multipliers in one vector, and the parts of it, one per layout.
+        """Return all multipliers in one vector, and its parts, one per layout.
 
-        Of z's dtype and device; differentiable any number of times over.
+        Dtype and device are those of z; the backward pass may run any number of times.
 
         Shape: z ``(plan.size,)``; parts as many as positions are left of each layout.
         """
@@ -220,8 +220,8 @@ class Spreader:
         return z, self._parts(z)
 
     def _parts(self, z: Tensor) -> list[Tensor]:
-        """Split what was spread, for a backward pass that few of the parts may take on a GPU."""
-        if z.device.type == "cpu":  # one node of the graph, which fills in zeros for all others
+        """Split the multipliers by layout; on a GPU into views that are differentiated alone."""
+        if z.device.type == "cpu":  # one autograd node, which fills in zeros for unused parts
             parts = z.split_with_sizes(self._sizes)
             return [parts[place] for place in self._place]
         sizes = (self._sizes[place] for place in self._place)
@@ -237,7 +237,7 @@ def _gathered(values: Tensor, rows: list[_Row]) -> list[Tensor]:
 
 
 def _product(gathered: list[Tensor], rows: list[_Row]) -> Tensor:
-    """The first factor of each position times what others it has."""
+    """Multiply the factors of each position."""
     result = gathered[0]
     for (start, _), factor in zip(rows[1:], gathered[1:], strict=True):
         result = torch.cat([result[:start], result[start:] * factor])
@@ -247,7 +247,7 @@ def _product(gathered: list[Tensor], rows: list[_Row]) -> Tensor:
 class _ProductGather(Function):
     """The product of all rows' gathers, whose backward pass may run more than once.
 
-    See ``hard_sigmoid`` for why what it needs are attributes rather than saved tensors.
+    ``_HardSigmoid`` explains why its inputs are kept as attributes, not as saved tensors.
     """
 
     @staticmethod

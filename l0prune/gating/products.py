@@ -1,11 +1,11 @@
-"""Products of all gated weights of a model, made in one launch when its forward begins.
+"""Products of all gated weights of a model, computed in one launch when its forward begins.
 
-A step on a GPU is a line of launches, and one product for each weight makes it half as long again.
-So what the last forwards have read is multiplied at once, and read from there: in the dtype to
-which autocast would cast it, which saves the cast. One backward pass takes the gradients of all.
-What differs from the forwards before (another layer is read, a weight was changed in between,
-activations are recomputed) is multiplied by itself, as it is where there is no Triton. Of forwards
-that torch.compile traces see ``compiled_products``.
+A step on a GPU is a sequence of launches, and one product for each weight makes it 50 % longer. So
+all weights that the last forwards have read are multiplied at once, in the dtype to which autocast
+would cast them, which saves the cast. One backward pass computes all gradients. A weight for which
+that does not hold (it is read for the first time, was changed in between, or activations are
+recomputed) is multiplied alone, as all are without Triton. For forwards that torch.compile traces
+see ``compiled_products``.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ def runs_on(device: torch.device) -> bool:
 
 
 def is_joined() -> bool:
-    """Return whether the process trains together with others."""
+    """Return whether torch.distributed is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class GatedWeights(Function):
-    """W ∘ z of all weights of a table, and from their gradients G those of the weights and of z:
+    """The products W ∘ z of all weights of a table.
 
-    ``∂L/∂W = G ∘ z`` and ``∂L/∂z_i = Σ (W ∘ G)`` over the positions of slot i.
-
-    What it needs are attributes rather than saved tensors: losses of separate parts of a model
-    make a backward pass each.
+    With G their gradients, ``∂L/∂W = G ∘ z`` and ``∂L/∂z_i = Σ (W ∘ G)`` over the positions of slot
+    i. Tensors for backward are attributes rather than saved tensors: losses of separate parts of a
+    model run a backward pass each.
     """
 
     @staticmethod
@@ -66,7 +65,7 @@ class GatedWeights(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Shape: grads as the products; what comes back as the arguments."""
+        """Shape: grads as the products; results as the arguments."""
         table, z, weights = ctx.table, ctx.z, ctx.weights
         if [version_of(weight) for weight in weights] != ctx.versions:
             raise RuntimeError(
@@ -90,7 +89,7 @@ class GatedWeights(Function):
 def _textbook(
     table: Table, z: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of z and of the weights, to be differentiated themselves."""
+    """Return differentiable gradients of z and of the weights."""
     products = []
     for line, weight in zip(table.lines, weights, strict=True):
         product = weight
@@ -106,22 +105,22 @@ def _textbook(
 
 
 def fits(line: Line, z: Tensor) -> bool:
-    """Return whether multipliers are where the weight is, and as precise as it is."""
+    """Return whether multipliers are on the weight's device, and at least as precise."""
     dtype, device, *_ = line.form
     return bool(device == z.device and torch.promote_types(dtype, z.dtype) == z.dtype)
 
 
 class Reads:
-    """Weights that a model's forwards read, and the table of their products, if there are any."""
+    """Weights that a model's forwards read, and the table that multiplies them, if any."""
 
     def __init__(self) -> None:
         self.table: Table | None = None
         self._lines: dict[int, Line | None] = {}
-        self._mixed: set[int] = set()  # read in two dtypes by one forward: their own serves both
+        self._mixed: set[int] = set()  # read in two dtypes by one forward: not cast
         self._is_old = False
 
     def weights(self, z: Tensor) -> list[Tensor]:
-        """Return the weights of the table, which is made anew where others were read."""
+        """Return the weights of the table, which is rebuilt if other weights were read."""
         found = None if self.table is None or self._is_old else self.table.weights()
         if found is None:
             known = [(line.weight(), line) for line in self._lines.values() if line is not None]
@@ -134,7 +133,7 @@ class Reads:
         return found or []
 
     def note(self, weight: Tensor, sites: Sites, dtype: torch.dtype, *, is_mixed: bool) -> None:
-        """Remember that a weight was read, in a dtype, for the forwards to come."""
+        """Record that a weight was read in a dtype, for later forwards."""
         key = id(weight)
         if is_mixed:
             self._mixed.add(key)
@@ -147,31 +146,31 @@ class Reads:
         self._is_old |= self._lines[key] is not None
 
 
-# A weight, how often it was written by then, and its product.
+# A weight, its version counter at that time, and its product.
 Made = tuple[Tensor | None, int | None, Tensor | None]
 _NOTHING: Made = (None, None, None)
 
 
 class Products:
-    """The products that a model's forward reads, made when it begins.
+    """The products that a model's forward reads, computed when the forward begins.
 
-    What it is to make is learned from what forwards have read, under each dtype of autocast. It
-    belongs to one bank: no copy has it, and no file.
+    Which weights to multiply follows from the reads of earlier forwards, for each dtype of
+    autocast. The object belongs to one bank, and is neither copied nor saved.
 
     Attributes:
-        is_on: products are made in this forward, or what it reads is noted for the next.
+        is_on: products are used in this forward, or its reads are recorded for the next.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self._reads: dict[torch.dtype | None, Reads] = {}
-        self._now = Reads()
+        self._now = Reads()  # reads under the present dtype of autocast
         self._made: dict[int, Made] = {}
-        self._seen: dict[int, torch.dtype] = {}
+        self._seen: dict[int, torch.dtype] = {}  # dtype of the first read in this forward
         self._with_grad = False
 
     def begin(self, z: Tensor) -> None:
-        """Make the products for a forward that begins.
+        """Compute the products for a forward that begins.
 
         Shape: z flat, the multipliers of all layouts.
         """
@@ -201,22 +200,22 @@ class Products:
             self._made[id(weight)] = (weight, version_of(weight), product)
 
     def given(self, made: dict[int, Made]) -> None:
-        """Take the products that a compiled graph makes, by the weight of each."""
+        """Use the products of a compiled graph, by the ``id`` of the weight."""
         self.is_on, self._made = len(made) > 0, made
 
     def end(self) -> None:
-        """Let go of the products: who needs them after the forward has them."""
+        """Drop the products: autograd keeps those that it still needs."""
         self.is_on = False
         self._made, self._seen = {}, {}
 
     def read(self, weight: Tensor, sites: Sites, dtype: torch.dtype) -> Tensor | None:
-        """Return the product of a weight; None where it is to be computed by itself.
+        """Return the product of a weight; None if the caller has to compute it.
 
-        It is in the dtype to which the reader is going to cast it, or in that of the weight.
+        It is in ``dtype``, to which the reader is going to cast, or in that of the weight.
         """
         key = id(weight)
         of, version, product = self._made.get(key, _NOTHING)
-        if torch.compiler.is_compiling():  # which cannot tell versions, and needs no hooks
+        if torch.compiler.is_compiling():  # versions cannot be traced, and hooks do not matter
             is_valid = of is weight and product is not None and product.dtype == dtype
             return product if is_valid else None
         if has_saved_tensor_hooks():
@@ -239,6 +238,6 @@ class Products:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype to which autocast casts what layers read; None where it is off."""
+    """Return the dtype to which autocast casts the inputs of layers; None if it is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

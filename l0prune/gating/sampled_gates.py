@@ -1,4 +1,10 @@
-"""Gates of a model as parameters, and the multipliers that they give the model now."""
+"""Gates of a model as parameters, and the multipliers that they give in each forward.
+
+Call order of a forward: ``begin_forward`` (the model's pre-hook; the forward itself if compiled),
+``_compute`` unless the last multipliers are still valid, ``Spreader`` for all layouts,
+``Products.begin`` for all weights at once (on a GPU). Gated layers then read these products, or
+call ``scale``; ``end_forward`` drops the products.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +24,12 @@ from l0prune.gating.products import Products, is_joined
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan, Site
 
-# P(z = 0) below which bits are there in eval mode (Bayesian Bits, eq. 22).
+# P(z = 0) below which a gate of bits is open in eval mode (Bayesian Bits, eq. 22).
 _THRESHOLD = 0.34
 
 
 class SampledGates(nn.Module):
-    """Gates that are sampled once per forward of their model; ``Gates`` has their attributes."""
+    """Gates that are sampled once per forward of their model; attributes: see ``Gates``."""
 
     log_alpha: nn.Parameter
     temperature: nn.Parameter | None
@@ -36,18 +42,18 @@ class SampledGates(nn.Module):
         self.gate = gate
         self.fixed = False
         self.bypassed = False
-        self._given: Tensor | None = None
+        self._given: Tensor | None = None  # z that ``using`` sets; None: z of the gates
         self.log_alpha = nn.Parameter(log_alpha)
         self.register_parameter("temperature", None)
         self.register_parameter("clips", None)
         self._start_temperature()
         self._values = {_place(plan, site): GateValues() for site in plan.sites}
         self._spread_over(None)
-        self._now = MultiplierCache()
+        self._now = MultiplierCache()  # multipliers in use, and what they were computed from
         self.products = Products()
 
     def _start_temperature(self) -> None:
-        """Let what else learns start, but for the part of it that has learned already."""
+        """Create the temperature parameter if the gate learns one; keep entries already learned."""
         if not isinstance(self.gate, LearnsTemperature):
             return
         sizes, before = [axis.size for axis in self.plan.axes], self.temperature
@@ -60,9 +66,9 @@ class SampledGates(nn.Module):
             self._temperature_index = self.gate.temperature_index(sizes)
 
     def change_plan(self, plan: Plan, log_alpha: Tensor) -> None:
-        """Take a plan that has more axes at its end than the present one, or fewer.
+        """Replace the plan by one with axes added or removed at its end.
 
-        The parameters are new objects: no optimizer may have the former ones yet.
+        The parameters become new objects, so no optimizer may hold the former ones.
 
         Shape: log_alpha ``(plan.size,)``.
         """
@@ -79,7 +85,7 @@ class SampledGates(nn.Module):
 
     @property
     def gate_now(self) -> Gate:
-        """The kind of gate at the temperature that it has learned."""
+        """The kind of gate, at the learned temperature if there is one."""
         if self.temperature is None or not isinstance(self.gate, LearnsTemperature):
             return self.gate
         if self._temperature_index.device != self.temperature.device:
@@ -92,7 +98,7 @@ class SampledGates(nn.Module):
         return self.estimated(self.log_alpha)
 
     def estimated(self, log_alpha: Tensor) -> Tensor:
-        """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
+        """Return the eval-mode multipliers for this ``log_alpha``, shape ``(plan.size,)``."""
         with nullcontext() if log_alpha.requires_grad else torch.no_grad():
             z = self.gate_now.estimate(log_alpha)
             if (first := self._slots) < len(z):
@@ -101,10 +107,10 @@ class SampledGates(nn.Module):
         return self._with_one(z, log_alpha)
 
     def _with_one(self, z: Tensor, log_alpha: Tensor) -> Tensor:
-        """Multipliers of which one is 1 in each axis that ``keeps_one`` and would have none.
+        """Return z with one multiplier set to 1 in each ``keeps_one`` axis whose z is all 0.
 
-        It is that of the gate which is furthest open, of those whose slots are not cut; the last
-        one of several.
+        That is the gate of largest log α among the slots that are not cut; the last one of
+        several.
         """
         kept = [axis for axis in self.plan.axes if axis.keeps_one]
         if not kept:
@@ -122,14 +128,14 @@ class SampledGates(nn.Module):
         return self.gate_now.open_probability(self.log_alpha)
 
     def current(self) -> Tensor:
-        """The multipliers that the model uses now, shape ``(plan.size,)``."""
+        """Return the current multipliers, shape ``(plan.size,)``."""
         self.refresh()
         assert self._now.z is not None
         return self._now.z
 
     @contextmanager
     def using(self, z: Tensor) -> Iterator[None]:
-        """Within the context the multipliers are ``z``, in every mode, and its gradient is taken.
+        """Use ``z`` as the multipliers within the context, in every mode, with its gradient.
 
         Shape: z ``(plan.size,)``, of the dtype and on the device of ``log_alpha``.
         """
@@ -140,23 +146,23 @@ class SampledGates(nn.Module):
             self._given = before
 
     def multiplier(self, site: Site) -> GateValues:
-        """Return the buffer of a site's multipliers, renewed by each ``refresh``."""
+        """Return the object that holds a site's current multipliers."""
         return self._values[_place(self.plan, site)]
 
     def cut_to(self, kept: Tensor | None) -> None:
-        """Multiply parameters of which only these slots are left; None for all.
+        """Compute multipliers for parameters that are cut to these slots; None for uncut ones.
 
-        The gates stay as they are: those of slots that are gone multiply nothing.
+        The gates do not change: those of removed slots multiply nothing.
 
         Args:
             kept: as ``plan.kept`` gives it, bool, shape ``(plan.size,)``.
         """
-        self.__dict__["kept"] = kept  # no buffer: it is not of the model's state
+        self.__dict__["kept"] = kept  # not a buffer: it is not part of the state_dict
         self._spread_over(kept)
         self._forget()
 
     def _spread_over(self, kept: Tensor | None) -> None:
-        """Compute multipliers from here on for the positions that these slots leave."""
+        """Build the spreader for the positions that these slots leave; None for all slots."""
         self._slots = self.plan.slots  # known here, since compilers cannot follow a search
         shared: dict[tuple[Layout, bytes], tuple[Tensor | None, list[GateValues]]] = {}
         for (layout, dim), values in self._values.items():
@@ -173,16 +179,16 @@ class SampledGates(nn.Module):
         self._compiled = CompiledProducts(sites)
 
     def forward(self, x: Any) -> Any:
-        """``x`` itself, so that a model that runs its children in turn computes what it did."""
+        """Return ``x``, so that a model that runs all its children in turn computes the same."""
         return x
 
     def before_forward(self, model: nn.Module, *_: Any) -> None:
-        """Forward pre-hook of the model: its forward begins, which does so itself when traced."""
+        """Forward pre-hook of the model; a compiled forward calls ``begin_forward`` itself."""
         if not torch.compiler.is_compiling():
             self.begin_forward(model)
 
     def begin_forward(self, model: nn.Module | None = None) -> None:
-        """From here on, new multipliers."""
+        """Compute the multipliers and products of a forward that begins."""
         if not self.bypassed:
             self._now.noise = None
             if not self._now.is_still_valid(self.log_alpha, self._mode):
@@ -202,15 +208,15 @@ class SampledGates(nn.Module):
         return self._now.is_own(module, name, parameter)
 
     def end_forward(self, *_: Any) -> None:
-        """Forward hook of the model: from here on, look whether the multipliers still hold.
+        """Forward hook of the model: from here on, multipliers are checked before each use.
 
-        A backward pass that computes parts of the forward again finds them as they were.
+        A backward pass that recomputes parts of the forward finds them unchanged.
         """
         self._now.in_forward = False
         self._now.own = None
         self.products.end()
         if torch.compiler.is_compiling():
-            self._forget()  # a tracer's tensors mean nothing outside its graph
+            self._forget()  # a tracer's tensors are invalid outside its graph
 
     @property
     def in_forward(self) -> bool:
@@ -223,14 +229,14 @@ class SampledGates(nn.Module):
         return self._given is None and getattr(self.gate, "is_flat_at_zero", False)
 
     def refresh(self) -> None:
-        """Compute the multipliers unless what there is still holds."""
+        """Compute the multipliers unless the present ones are still valid."""
         now = self._now
         if not (now.in_forward and now.grad == torch.is_grad_enabled()):
             self._refresh_outside()
 
     @without_compiler
     def _refresh_outside(self) -> None:
-        """``refresh`` for a part of the model that runs on its own, or once more for backward."""
+        """Refresh for a part of the model that is called alone, or recomputed in backward."""
         now, value = self._now, self.log_alpha
         if now.value is not value or now.version != version_of(value):
             now.noise = None
@@ -269,21 +275,21 @@ class SampledGates(nn.Module):
             )
 
     def _waited_for(self, z: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Let parameters have a gradient, of 0: DDP waits for one of each."""
+        """Add 0·Σp to z for each parameter p, so that it gets a gradient: DDP waits for one."""
         if self.training and is_joined():
             for each in parameters:
                 z = z + 0 * each.sum()
         return z
 
     def _forget(self) -> None:
-        """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
+        """Drop the computed multipliers and products, which are cheap to recompute."""
         self._now = MultiplierCache()
         self.products = Products()
         for place in self._values.values():
             place.values = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move with the model, but never to a dtype in which exp and log lose the gates."""
+        """Move with the model, but only to float32 or float64: exp and log need that precision."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -296,12 +302,12 @@ class SampledGates(nn.Module):
 
 
 def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
-    """Return what a site's multipliers depend on: its layout, and the dim's once it is cut."""
+    """Return the key of a site's multipliers: its layout, and that of the dim, for cuts."""
     dims = plan.tensors.get(site.tensor)
     return site.layout, None if dims is None else dims[site.dim]
 
 
 def _uniform(like: Tensor) -> Tensor:
-    """Noise strictly between 0 and 1 from the device's global generator."""
+    """Return noise strictly between 0 and 1 from the device's global generator."""
     epsilon = torch.finfo(like.dtype).eps
     return torch.empty_like(like).uniform_(epsilon, 1 - epsilon)

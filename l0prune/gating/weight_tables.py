@@ -30,19 +30,19 @@ def kernels() -> ModuleType | None:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A weight as a matrix in memory, and where its multipliers are.
+    """A weight as a matrix in memory, with the offsets of its multipliers.
 
     Attributes:
-        weight: gives the parameter; None once it is gone, or where only its form is known.
-        sites: what multiplies it, along which dims.
+        weight: returns the parameter; None once it is freed, or if only its form is known.
+        sites: its multipliers, each with its dim.
         dtype: of the product.
-        form: of the weight when this was found.
+        form: ``form_of`` the weight when the line was made.
         rows: size of the first dim; 1 for a vector.
         columns: of all other dims.
         after: columns between two neighbours along the dim that is gated.
         size: of that dim.
-        of_columns: where its multipliers begin; −1 for none.
-        of_rows: where those of rows begin; −1 for none.
+        of_columns: offset of its multipliers; −1 for none.
+        of_rows: offset of the multipliers of rows; −1 for none.
     """
 
     weight: Callable[[], Tensor | None]
@@ -63,14 +63,12 @@ class Line:
 
 
 def form_of(weight: Tensor) -> tuple[Any, ...]:
-    """Return all on which the addresses of a weight's numbers depend."""
+    """Return dtype, device, shape and strides of a weight, which fix how it is stored."""
     return weight.dtype, weight.device, weight.shape, weight.stride()
 
 
 def line_of(weight: Tensor, sites: Sites, dtype: torch.dtype) -> Line | None:
-    """Return how a weight lies in memory; None for what the kernels do not multiply: no matrix of
-    rows and columns, or of a dtype that they do not have (complex numbers).
-    """
+    """Return the line of a weight; None if the kernels do not support its strides or dtype."""
     found = kernels()
     if found is None or not {weight.dtype, dtype} <= found.DTYPES.keys():
         return None
@@ -101,7 +99,7 @@ def line_of(weight: Tensor, sites: Sites, dtype: torch.dtype) -> Line | None:
 
 
 class Group:
-    """Weights of one dtype whose products are of one dtype: one launch there, and one back."""
+    """Weights of one dtype with products of one dtype: one launch forward, and one backward."""
 
     def __init__(
         self, lines: Sequence[Line], of: torch.dtype, partial: int, device: torch.device
@@ -110,7 +108,7 @@ class Group:
         found = kernels()
         assert found is not None
         tr, tc = found.TILE
-        self.sums: list[tuple[int, tuple[int, ...]]] = []  # by where they go
+        self.sums: list[tuple[int, tuple[int, ...]]] = []  # by offset in the gradient of z
         table, tiles = [], []
         begins = list(accumulate((line.rows * line.columns for line in lines), initial=0))
         self.count, self.size = len(lines), begins[-1]
@@ -138,7 +136,7 @@ class Group:
         self._at = torch.empty(0)
 
     def addresses(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return where the weights are, which seldom changes."""
+        """Return the weights' addresses, on the device; cached, since they seldom change."""
         now = tuple(weight.data_ptr() for weight in weights)
         if now != self._addresses:
             self._addresses = now
@@ -156,7 +154,7 @@ class Group:
     def differentiate(self, z: Tensor, at: Tensor, grad: Tensor, partial: Tensor) -> Tensor:
         """Return the gradients of the weights from those of the products, one after another.
 
-        What each tile adds to the gradient of z goes into its place in ``partial``.
+        Each tile's part of the gradient of z is written into ``partial``.
         """
         run = kernels()
         assert run is not None
@@ -181,7 +179,7 @@ class Table:
         self._sum_up([each for group in self.groups for each in group.sums], device)
 
     def _sum_up(self, sums: Sequence[tuple[int, tuple[int, ...]]], device: torch.device) -> None:
-        """First the sums of each weight, then for each layout those of all weights along it."""
+        """Prepare two reductions: sums of each weight, then over all weights of each layout."""
         by_target: dict[int, list[tuple[int, ...]]] = {}
         for target, form in sums:
             by_target.setdefault(target, []).append(form)
@@ -196,7 +194,7 @@ class Table:
         self.first, self.last = _sums(first, device), _sums(last, device)
 
     def add_up(self, partial: Tensor, z: Tensor) -> Tensor:
-        """Return the gradient of z from the sums that tiles have left."""
+        """Return the gradient of z from the tiles' partial sums."""
         run = kernels()
         assert run is not None
         between = torch.empty(self.between, dtype=z.dtype, device=z.device)
@@ -206,7 +204,7 @@ class Table:
         return result
 
     def weights(self) -> list[Tensor] | None:
-        """Return the weights; None where one of them is no more, or lies otherwise in memory."""
+        """Return the weights; None if one was freed, or its form has changed."""
         found = []
         for line in self.lines:
             weight = line.weight()
@@ -216,7 +214,7 @@ class Table:
         return found
 
     def split(self, values: Sequence[Any]) -> Iterator[tuple[Group, Sequence[Any]]]:
-        """The groups, each with its part of what there is one of for each line."""
+        """Yield each group with its part of ``values``, which has one entry per line."""
         begin = 0
         for group in self.groups:
             yield group, values[begin : begin + group.count]
@@ -237,7 +235,7 @@ def _sums(lines: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tenso
 def parts(
     flat: Tensor, like: Sequence[Tensor], strides: Sequence[tuple[int, ...]] = ()
 ) -> list[Tensor]:
-    """Return tensors of the shapes and strides of others, in one piece of memory."""
+    """Return views of ``flat``, one after another, with the shapes and strides of others."""
     begins = accumulate((each.numel() for each in like), initial=0)
     strides = strides or [each.stride() for each in like]
     return [
@@ -247,7 +245,7 @@ def parts(
 
 
 def flat(grads: Sequence[Tensor | None], like: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return gradients one after another, each as its weight lies in memory."""
+    """Return all gradients in one vector, each in the memory order of its weight."""
     pieces = []
     for grad, weight in zip(grads, like, strict=True):
         if grad is None:
@@ -261,6 +259,6 @@ def flat(grads: Sequence[Tensor | None], like: Sequence[Tensor], dtype: torch.dt
 
 
 def _lies_alike(tensor: Tensor, like: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same order in memory, without gaps."""
+    """Return whether two tensors of one shape have equal strides in all dims longer than 1."""
     strides = zip(tensor.stride(), like.stride(), like.shape, strict=True)
     return all(own == other or size == 1 for own, other, size in strides)

@@ -1,10 +1,10 @@
-"""Branches of a captured graph: what is joined to a stream, and computed for that alone.
+"""Branches of a captured graph: values that are joined to a stream and used nowhere else.
 
-A branch may have a gate of its own where what is left without it is computed exactly; all that
-only the branch needs can go with it. A branch that is added to a stream is exactly zero where a few
+A branch can have a gate where the network without it is computed exactly; all nodes that only the
+branch needs are removed with it. A branch that is added to a stream is exactly zero where a few
 parameters are: the last ones before the sum, of a convolution and its bias, a norm, a scale. One
-that is a part of concatenations is gone with all of its slots; no dim that is left may then be
-without any positions.
+that is a part of concatenations is removed with all of its slots; every other dim must then still
+have positions.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def added(
 
 
 def _is_number(infer: Inference, tensors: list[str], end: Node, nodes: list[Node]) -> bool:
-    """Check that a branch is no 0/0, as of a spectral norm, where these parameters are zero."""
+    """Check that a branch is finite where these parameters are zero: no 0/0 of a spectral norm."""
     number, _ = when_zero(infer, tensors, nodes).get(end, (0.0, None))
     return isfinite(number)
 
@@ -105,7 +105,7 @@ def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
 
 
 class _Zeroing:
-    """Search for the parameters that make the nodes of a region zero where they are."""
+    """Search for the parameters that make nodes of a region zero where they are zero."""
 
     def __init__(
         self, infer: Inference, region: frozenset[Node], users: dict[str, set[Node]]
@@ -114,7 +114,7 @@ class _Zeroing:
         self._known: dict[Node, list[str] | None] = {}
 
     def of(self, node: Node, deep: int = 0) -> list[str] | None:
-        """The parameters; None where there are none that do.
+        """Return the parameters that make the node zero where they are; None without any.
 
         Those that the operator itself reads come first: they are the last ones of the branch.
         """
@@ -143,13 +143,13 @@ class _Zeroing:
         return None
 
     def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
-        """Check that the node is zero where these operands are, whatever the others are."""
+        """Check that the node is zero where these operands are, for any values of the others."""
         operands = node.all_input_nodes
         states = [o in zeros if has_tensor(o) else None for o in operands]
         return bool(zeros) and zero_at(self._infer, node, states) is True
 
     def _parameter(self, node: Node) -> str | None:
-        """The name of a parameter with a dim that only the region reads."""
+        """Return the name of a parameter that only the region reads, if it has a dim."""
         if node.op != "placeholder" or not self._infer.is_parameter(node):
             return None
         name = self._infer.captured.names[node.name]
@@ -182,7 +182,7 @@ def side_by_side(
 
 
 def _name(works: Sequence[Node], join: Node) -> str:
-    """The module that does this work, or its last one if that module does more than this."""
+    """Return the module of this work, or its child with the last work if it has the join, too."""
     shared = shared_module(works)
     if shared not in (module_of(join), ""):
         return shared
@@ -200,7 +200,7 @@ def _takes(join: Node, end: Node) -> bool:
 
 
 def _axes(infer: Inference, end: Node, join: Node) -> tuple[Var, ...]:
-    """All the variables of the dim that is put beside others; none if it holds aught else."""
+    """Return the variables of the concatenated dim; empty if it has other parts, too."""
     dims = infer.dims(end)
     expr = infer.solver.resolve(dims[int(argument(join, 1, "dim", 0)) % len(dims)])
     parts = expr.parts if isinstance(expr, Cat) else (expr,)
@@ -209,7 +209,7 @@ def _axes(infer: Inference, end: Node, join: Node) -> tuple[Var, ...]:
 
 
 class _Left:
-    """Bookkeeping of the dims that are left of a graph without branches."""
+    """Checks that the dims of a graph keep positions when branches are removed."""
 
     def __init__(self, infer: Inference) -> None:
         self._infer = infer
@@ -224,7 +224,7 @@ class _Left:
         self._without: dict[Var, list[frozenset[Node]]] = defaultdict(list)
 
     def is_some_without(self, axes: Collection[Var], region: frozenset[Node]) -> bool:
-        """Check that all dims outside of the region have positions without these axes; note so."""
+        """Check that dims outside of the region have positions without these axes; record it."""
         for var in axes:
             self._without[var].append(region)
         nodes = {node for var in axes for node in self._nodes[var]}
@@ -241,7 +241,7 @@ class _Left:
         return is_some
 
     def _is_some(self, expr: Expr, node: Node) -> bool:
-        """Check that a dim has positions, whatever branches are gone that it is no part of."""
+        """Check that a dim has positions whichever branches that it is not in are removed."""
         match expr:
             case Const(size):
                 return size > 0
@@ -252,7 +252,7 @@ class _Left:
             case Prod(factors):
                 return all(self._is_some(factor, node) for factor in factors)
             case Pick():
-                return False  # whether those that it picks are left is not looked into
+                return False  # whether the picked positions are kept is not checked
         raise AssertionError(expr)
 
 
@@ -263,7 +263,7 @@ def _is_within(node: Node, region: Collection[Node]) -> bool:
     return node in region
 
 
-_MOST = 6  # ways in which one tensor may be needed
+_MOST = 6  # most sets of branches under which one tensor is needed
 
 
 @dataclass(frozen=True)
@@ -272,8 +272,8 @@ class Branches:
 
     Attributes:
         endings: where they end.
-        needs: of each node, which of them have to be there for it to be needed.
-        parameters: the same of each parameter, under whichever of its names it is read.
+        needs: of each node, the sets of branches under which it is needed.
+        parameters: the same of each parameter, under any of its names.
     """
 
     endings: tuple[Ending, ...] = ()
@@ -281,11 +281,11 @@ class Branches:
     parameters: Mapping[str, Needs] = field(default_factory=dict)
 
     def modules(self, name: str) -> tuple[str, ...]:
-        """Paths of the modules of whose own work nothing is needed without this branch."""
+        """Return the modules whose calls, without submodules, only this branch needs, by path."""
         return tuple(self._modules[name])
 
     def tensors(self, name: str) -> tuple[str, ...]:
-        """Names of the parameters that are not needed without this branch."""
+        """Return the names of the parameters that only this branch needs."""
         return tuple(self._tensors[name])
 
     @cached_property
@@ -307,23 +307,23 @@ class Branches:
 
 
 def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> Branches:
-    """Find the branches of a graph that inference has been through; ``axes`` may be cut."""
+    """Find the branches of an inferred graph; ``axes`` are the variables that may be cut."""
     read, macs, names = _needs(infer, ()), macs_of(infer), set(taken)
     endings = [*added(infer, read, macs, names), *side_by_side(infer, read, macs, axes, names)]
     while True:
         of_nodes = _needs(infer, endings)
-        # A size, which many branches may go by, costs nothing.
+        # Sizes, which many branches may use, cost nothing.
         tensors = (of for node, of in of_nodes.items() if has_tensor(node))
         hungry = next((of for of in tensors if len(of) > _MOST), None)
         if hungry is None:
             return Branches(tuple(endings), of_nodes, _of_parameters(infer, of_nodes))
-        # Without a switch on the last one that it is for, it is needed more often.
+        # Without a switch on the last branch that it feeds, it is needed under fewer sets.
         fed = [each for each in endings if any(each.name in some for some in hungry)]
         endings.remove(fed[-1])
 
 
 def _by_branch(needs: Mapping[str, Iterable[frozenset[str]]]) -> dict[str, list[str]]:
-    """Return by branch the names of all that is not needed without it."""
+    """Return by branch the names of the entries that only this branch needs."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, of in needs.items():
         for branch in vital(of):
@@ -346,11 +346,11 @@ def _of_parameters(infer: Inference, of_nodes: Mapping[Node, Needs]) -> dict[str
 
 
 def closing(plan: Plan) -> Iterator[Branch]:
-    """The branches of a plan, each with its closing axes.
+    """Yield the branches of a plan, each with its closing axes.
 
-    They are those that only the branch needs, and without any of which it is zero: the part of a
-    concatenation that it is, or all that it gives is multiplied with parameters that read them. A
-    bias among these would still be added.
+    These are axes that only the branch needs, each of which makes it zero once all its slots are
+    closed: its part of a concatenation, or an axis that all parameters at its end have. A bias
+    among these would still be added.
     """
     users: dict[int, list[frozenset[str]]] = defaultdict(list)  # by axis, when it is needed
     for cost in plan.costs:
@@ -374,7 +374,7 @@ def _of(plan: Plan, branch: Branch, only: Mapping[int, frozenset[str]]) -> Itera
 
 
 def _ends(plan: Plan, number: int, tensors: Collection[Layouts]) -> bool:
-    """Check that nothing is left of these tensors without this axis."""
+    """Check that all of these tensors are empty without this axis."""
     left = torch.ones(plan.size, dtype=torch.bool)
     left[plan.axes[number].slice] = False
     return all(any(not plan.mask(dim, left).any() for dim in dims) for dims in tensors)

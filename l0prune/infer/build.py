@@ -33,11 +33,11 @@ class Analysis:
     """A captured graph with its plan and a layout for each dim of each node.
 
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
-    with many outputs); ``picks`` says for calls by a constant index which positions they pick;
-    ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
-    summed follows there (none where that is zero itself); ``mixed`` the contractions of kernels
-    with shares of which none is cut; ``branches`` those of the graph; ``whole`` the streams of
-    which nothing can be cut.
+    with many outputs); ``picks`` has the positions that calls with a constant index pick;
+    ``closed`` for sums and variances the nodes that are zero at closed slots and from which the
+    reduced values there follow (none where these are zero themselves); ``mixed`` the contractions
+    of kernels with shares that stay whole; ``branches`` those of the graph; ``whole`` the streams
+    of which nothing can be cut.
     """
 
     captured: Captured
@@ -52,9 +52,9 @@ class Analysis:
 
 @explained
 def analyse(captured: Captured) -> Analysis:
-    """Infer the axes of a captured graph and lay them down as a plan.
+    """Infer the axes of a captured graph and build its plan.
 
-    Calls without a rule are taken apart in the captured program, where torch says what they are.
+    Calls without a rule are decomposed in the captured program, where torch has a decomposition.
 
     Raises:
         CaptureError: a pass failed; the text names the operator at which it did.
@@ -66,7 +66,7 @@ def analyse(captured: Captured) -> Analysis:
 
 
 def analysed(infer: Inference, only: Var | None = None) -> Analysis:
-    """Lay a finished inference down as a plan; see ``Builder.build``."""
+    """Build the plan and the layouts of a finished inference; see ``Builder.build``."""
     builder = Builder(infer)
     plan = builder.build(only)
     layouts = builder.node_layouts()
@@ -85,7 +85,7 @@ def analysed(infer: Inference, only: Var | None = None) -> Analysis:
 
 @dataclass
 class Builder:
-    """Steps from variables to axes; each step adds to what the next ones need."""
+    """Builder of a plan: steps from variables to axes, which fill fields for later steps."""
 
     infer: Inference
     reads: dict[Var, list[Read]] = field(default_factory=lambda: defaultdict(list))
@@ -98,9 +98,9 @@ class Builder:
     branches: Branches = field(default_factory=Branches)
 
     def build(self, only: Var | None = None) -> Plan:
-        """The plan of the inferred graph.
+        """Build the plan of the inferred graph.
 
-        ``only`` this variable is an axis where one is given, whatever pins it, and no gates act.
+        With ``only``, that variable is the single axis, even if it is pinned, and no gates act.
         """
         self._index_events()
         if only is None:
@@ -134,7 +134,7 @@ class Builder:
         return replace(plan, branches=tuple(closing(replace(plan, branches=left))))
 
     def _kept_ones(self, plan: Plan) -> Iterator[Axis]:
-        """The axes, marked where all of their gates closed would leave 0/0."""
+        """Yield the axes, with ``keeps_one`` set where closing all their gates would give 0/0."""
         axes: dict[str, set[int]] = defaultdict(set)
         for site in plan.sites:
             axes[site.tensor] |= data.axes_of(site.layout)
@@ -162,8 +162,8 @@ class Builder:
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
         """Yield pairs of dims of which the first keeps more positions than the second.
 
-        An axis keeps one slot at least. But a pick of some of its slots may be left with none,
-        and there are operators that take no dim of size 0.
+        An axis keeps at least one slot. But a pick of some of its slots may keep none, and some
+        operators do not accept a dim of size 0.
         """
         yield from ((self.layout(wide), self.layout(other)) for wide, other in self.infer.wider)
         resolved = map(self.infer.solver.resolve, self._everything())
@@ -192,14 +192,14 @@ class Builder:
         computed = [c for c in self.infer.computed if c.is_written]
         for write in dict.fromkeys(chain.from_iterable(map(self.infer.writes_of, computed))):
             for var in dict.fromkeys(self._variables(write.expr)):
-                if var in self.reads:  # or it is a kernel's height, which was in one dim with rows
+                if var in self.reads:  # others are a kernel's height, which shared a dim with rows
                     self.writes[var].append(write)
 
     def _variables(self, expr: Expr) -> list[Var]:
         return list(variables(self.infer.solver.resolve(expr)))
 
     def _pin_repeated(self) -> None:
-        """A variable nested in itself is no set of independent slots."""
+        """Pin variables that are nested in themselves: their slots are not independent."""
         for expr in self._everything():
             for var in _nested(self.infer.solver.resolve(expr)):
                 self._pin(var, "it is combined with itself", None)
@@ -208,7 +208,7 @@ class Builder:
         var.pin = var.pin or Reason(text, node)
 
     def _decide(self, var: Var) -> None:
-        """Find places for the variable's gates that make a closed slot exactly dead, or pin it."""
+        """Choose where a variable's gates act so that closed slots have no effect, or pin it."""
         if var.pin:
             return
         if not self.reads[var]:
@@ -221,7 +221,7 @@ class Builder:
             places = dict.fromkeys((write.place for write in self.writes[var]), "write")
             written, zeros, missed = zeroing(self.infer, var, places, self.reads[var])
             if missed is not None and readers:
-                # what writes it may be divided by its norm, and be no number once it is zero
+                # the weight that writes it may be divided by its norm, which gives 0/0
                 other = zeroing(self.infer, var, readers, self.reads[var])
                 if other[-1] is None:
                     places, (written, zeros, missed) = readers, other
@@ -239,7 +239,7 @@ class Builder:
         self.acting[var] = {place: role for place, role in places.items() if place}
 
     def _pin_missed(self, var: Var, zeros: Zeros, missed: Read) -> None:
-        """Pin a variable that ``missed`` reads without a weight, and that is not zero there."""
+        """Pin a variable that is not zero where ``missed`` reads it without a weight."""
         failed = next(filter(zeros.dims_of, self.infer.failed), None)
         if failed is not None:
             self._pin(var, self.infer.failed[failed], failed)
@@ -248,7 +248,7 @@ class Builder:
         self._pin(var, why, missed.node)
 
     def _agrees(self, zeros: Zeros, reads: list[Read]) -> bool:
-        """Check that other axes in the same dims lose their slots in the same way; note how."""
+        """Check that the known zeros of the reads agree with those of other axes; record them."""
         known_zeros = {read.node.name: zeros.known_zeros(read) for read in reads}
         names = {
             node: frozenset(zero.name for zero in zeros_of)
@@ -268,14 +268,14 @@ class Builder:
             if place is None or operator_name(read.node.target) != "aten.linear":
                 continue
             if users[place[0]] != {read.node}:
-                continue  # whoever else uses the weight reads its columns, too
+                continue  # other users of the weight read its columns, too
             activation = self.infer.dims(read.operands[0])[-1]
             if activation.size > 1 and self._is_worth_a_fine_axis(activation):
                 self.fine[place] = len(self.sizes)
                 self.sizes.append(activation.size)
 
     def _users(self) -> dict[str, set[Node]]:
-        """For each stored tensor every node that takes it as it is."""
+        """Return the direct users of each stored tensor, by its name."""
         users: dict[str, set[Node]] = defaultdict(set)
         for node in self.infer.captured.graph.find_nodes(op="placeholder"):
             users[self.infer.captured.names.get(node.name, "")].update(node.users)
@@ -320,7 +320,7 @@ class Builder:
         }
 
     def _sites(self) -> list[Site]:
-        """One site per stored dim: all axes that act there, each once."""
+        """Return one site per stored dim, with all axes whose gates act there."""
         roles: dict[Place, str] = {}
         axes: dict[Place, set[int]] = defaultdict(set)
         for var, places in self.acting.items():
@@ -339,7 +339,7 @@ class Builder:
     def _costs(self) -> list[Cost]:
         """Parameters of each stored parameter, then the recorded work of each node.
 
-        What the eval graph never reads (auxiliary heads) does not count: no export has it.
+        Parameters that the eval graph never reads (auxiliary heads) are in no export: not counted.
         """
         costs, captured = [], self.infer.captured
         needs = self.branches.parameters
@@ -355,7 +355,7 @@ class Builder:
         return costs
 
     def _roles(self) -> dict[str, tuple[str, ...]]:
-        """For each parameter of two or more dims that is multiplied with: what its dims do."""
+        """Return the roles of the dims of each multiplied parameter with two or more dims."""
         events = [(w.place, "write") for w in self.infer.writes]
         events += [(r.place, "read") for r in self.infer.reads if r.place is not None]
         roles: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Dataflow of a captured graph: shared memory, lifetimes of values, what is needed for what.
+"""Dataflow of a captured graph: shared memory, lifetimes of values, and needed nodes.
 
-A node is needed if any of its users is, or any that reads later what it writes in place. What a
-branch ends in needs it only while the branch is there.
+A node is needed if any of its users is, or any later reader of what it writes in place. The join
+in which a branch ends needs it only while the branch is present.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ class _Storage:
 
 
 def activations(infer: Inference, layout: Callable[[Expr], Layout]) -> Iterator[Activation]:
-    """The values of the graph that inference went through, in the order in which they are made.
+    """Yield the values that an inferred graph computes, in order.
 
-    Stored tensors are none of them. Two values are one where torch said of the example that they
-    lie in the same memory.
+    Stored tensors are not among them. Values that shared memory on the example count as one.
     """
     stored = {
         key
@@ -83,7 +82,7 @@ def _storages(infer: Inference, stored: set[Hashable]) -> list[_Storage]:
 
 
 def _tensors(node: Node) -> Iterator[tuple[Hashable, Tensor]]:
-    """The node's tensors, each with what is the same of all tensors in the same memory."""
+    """Yield the node's tensors, each with a key that identifies its memory."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     for number, tensor in enumerate(each for each in values if isinstance(each, Tensor)):
@@ -105,7 +104,7 @@ def _dims(infer: Inference, node: Node, number: int, tensor: Tensor) -> tuple[Ex
 
 
 def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
-    """A product with its constant dims in the scale, and the dims that are left."""
+    """Fold the constant dims of a product into its scale; return it and the other dims."""
     for dim in dims:
         if not axes_of(dim):
             scale *= dim.size
@@ -115,13 +114,13 @@ def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
 class Memory:
     """Memory of a captured graph: which values share it, who writes and who reads.
 
-    A view lies in the memory of what it is of, and so does what an operator in place gives.
+    A view shares the memory of its source, and so does the result of an in-place operator.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._order = {node: number for number, node in enumerate(graph.nodes)}
         self._base: dict[Node, Node] = {}
-        self._values: dict[Node, list[Node]] = defaultdict(list)  # by what they are views of
+        self._values: dict[Node, list[Node]] = defaultdict(list)  # by base
         self._writers: dict[Node, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             base = self._base[node] = self._found(node)
@@ -136,15 +135,15 @@ class Memory:
         return self._base[of] if is_view and isinstance(of, Node) else node
 
     def base(self, node: Node) -> Node:
-        """The value in whose memory the node's may lie; itself where that is its own."""
+        """Return the value whose memory the node's value may share; else the node itself."""
         return self._base[node]
 
     def writers(self, node: Node) -> list[Node]:
-        """Return what writes in place into the memory in which the node's value lies."""
+        """Return the nodes that write in place into the memory of the node's value."""
         return self._writers[self._base[node]]
 
     def readers(self, node: Node) -> Iterator[Node]:
-        """Its users; of a node that writes also all that look into that memory later."""
+        """Yield the node's users; for an in-place write also later readers of that memory."""
         yield from node.users
         target = written(node)
         if target is not None:
@@ -163,9 +162,9 @@ class Memory:
 def region(
     end: Node, joins: Collection[Node], read: Mapping[Node, Needs], memory: Memory
 ) -> frozenset[Node]:
-    """The nodes whose results reach nothing but these joins; none where that is not so of the end.
+    """Return the nodes that only these joins need; empty where ``end`` has other readers.
 
-    ``read`` is empty for nodes that reach no output, such as what only asserts.
+    ``read`` is empty for nodes that reach no output, such as assertions.
     """
 
     def readers(node: Node) -> set[Node]:
@@ -202,7 +201,7 @@ def shared_module(nodes: Iterable[Node]) -> str:
 
 
 def untaken(name: str, taken: set[str]) -> str:
-    """The name, or one like it that is not taken; it is taken then."""
+    """Return the name, or a variant that is not taken, and add it to ``taken``."""
     name = f"{name}.branch" if name in taken else name
     found = next(n for i in count(1) if (n := name if i == 1 else f"{name}#{i}") not in taken)
     taken.add(found)
@@ -218,10 +217,10 @@ class Ending:
 
     Attributes:
         name: of the branch.
-        end: what the branch computes.
+        end: the node with the branch's result.
         joins: the one sum, or the concatenations, that take it.
-        tensors: parameters for which the branch is zero where they are; empty for concatenations.
-        axes: without whose slots the branch has no size; empty for a sum.
+        tensors: parameters that make the branch zero where they are; empty for concatenations.
+        axes: variables without whose slots the branch has size 0; empty for a sum.
     """
 
     name: str
@@ -245,7 +244,7 @@ def joined(join: Node) -> list[Node]:
 def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[Node, Needs]:
     """Return for each node of a graph the branches under which it is needed.
 
-    ``branch_of`` a node and a user of it is the name of the branch that ends there, if one does.
+    ``branch_of(node, user)`` is the name of the branch that ends there, if one does.
     """
     found: dict[Node, Needs] = {}
     memory = Memory(graph)

@@ -1,7 +1,7 @@
-"""Operators that torch makes of others, taken apart where no rule knows them.
+"""Decomposition of operators without a rule into operators with one, as torch defines it.
 
 ``aten.tensordot`` is a matrix product between two views, ``aten.diff`` a difference of two slices.
-What is left in the graph then has rules, and computes the same by torch's own account.
+The calls that replace them have rules, and compute the same by torch's definition.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _PRODUCTS = ("aten.linear", "aten.matmul", "aten.mm")
 
 
 def take_apart(program: ExportedProgram) -> None:
-    """Replace every call without a rule by calls that have one, in place, where torch says how.
+    """Decompose calls without a rule into calls that have one, in place, where torch can.
 
-    A call of which something without a rule would be left stays as it is: the user knows its name.
+    A call that would leave another one without a rule stays as it is: the user knows its name.
     """
     module = program.graph_module
     _drop_identities(module)
@@ -58,7 +58,7 @@ def take_apart(program: ExportedProgram) -> None:
 
 
 def _drop_identities(module: GraphModule) -> None:
-    """Replace products with an identity matrix by the other factor: DoRA makes its weight so."""
+    """Replace products with an identity matrix, as DoRA has them, by the other factor."""
     for node in list(module.graph.nodes):
         name = operator_name(node.target)
         is_product = node.op == "call_function" and name in _PRODUCTS and len(node.args) > 1
@@ -79,7 +79,7 @@ def _drop_identities(module: GraphModule) -> None:
 
 
 def _other_than_identity(node: Node, first: Any, second: Any) -> Node | None:
-    """The factor of a product that is its value; None where neither is an identity matrix."""
+    """Return the other factor of a product with an identity matrix; None without one."""
     for one, other in ((first, second), (second, first)):
         is_matrix = len(shape_of(other) or ()) == 2 or one is second
         if is_matrix and dtype_of(other) == dtype_of(node) and _is_identity(one):
@@ -104,7 +104,7 @@ def _has_no_rule(operator: Any) -> bool:
 
 
 def _recipes() -> dict[Any, Any]:
-    """Return for each operator without a rule torch's function that is made of others."""
+    """Return torch's decompositions of the operators without a rule."""
     return {
         operator: made
         for operator, made in core_aten_decompositions().items()
@@ -113,7 +113,7 @@ def _recipes() -> dict[Any, Any]:
 
 
 def _made_of(node: Node) -> GraphModule | None:
-    """One call as a graph over its tensors and sizes; None where torch knows no such graph."""
+    """Return a call's decomposition as a graph over its tensors and sizes; None without one."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
     operands = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Node)]
@@ -130,7 +130,7 @@ def _made_of(node: Node) -> GraphModule | None:
     try:
         with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
             traced = make_fx(call, _recipes())(*(values[n] for n in operands))
-    except Exception:  # torch does not know, or not for this use of it
+    except Exception:  # torch has no decomposition for this call
         return None
     is_known = not any(n.op == "get_attr" or _is_unknown(n) for n in traced.graph.nodes)
     return traced if is_known and _agrees(traced, node) else None

@@ -1,4 +1,4 @@
-"""The walk over a captured graph: one rule per node, events for what is read and written."""
+"""The walk over a captured graph: one rule per node, with records of reads and writes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Place = tuple[str, int]  # a tensor's name and a dim of it
 class Read:
     """An axis contracted away by ``node``; ``place`` is the weight dim, if a weight reads it.
 
-    ``why`` says to people what the node does to the axis. A norm reads an axis that ``stays``: its
-    output has it, too.
+    ``why`` describes for messages what the node does to the axis. ``stays`` is for a norm, which
+    reads an axis that its output has, too.
     """
 
     expr: Expr
@@ -79,13 +79,13 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A contraction of kernels with their shares, all of which are computed whatever is cut.
+    """A contraction of kernels with their shares, which are all computed whatever is cut.
 
     Attributes:
         shares: name of the node with the shares.
-        shares_dim: the dim of it that is contracted.
+        shares_dim: the contracted dim of ``shares``.
         kernels: name of the stored operand.
-        kernels_dim: that of it, an axis of its own.
+        kernels_dim: the contracted dim of ``kernels``, a separate axis.
     """
 
     shares: str
@@ -96,7 +96,7 @@ class Mixed:
 
 @dataclass(slots=True)
 class Work:
-    """Multiply-accumulates of one node: ``scale × Π sizes`` of dims, for the whole example."""
+    """Multiply-accumulates of one node for one example: ``scale × Π sizes`` of dims."""
 
     node: Node
     owner: str
@@ -126,13 +126,13 @@ class Inference:
     names: list[tuple[Expr, str]] = field(default_factory=list)
     wider: list[tuple[Expr, Expr]] = field(default_factory=list)
     picks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name of the node
-    # of a contraction and an operand, the operand's dim that the result has
+    # by contraction and operand, the operand's dim that the result keeps
     carried: dict[tuple[Node, Node], int] = field(default_factory=dict)
     closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
     mixed: dict[str, Mixed] = field(default_factory=dict)  # by name of the node
-    # the parameter and its dim that a dim of kernels is, whose other dims are regrouped
+    # by node and dim of kernels whose other dims are regrouped, the parameter and its dim
     kernels: dict[tuple[Node, int], Place] = field(default_factory=dict)
-    failed: dict[Node, str] = field(default_factory=dict)  # whose zero rules fail, and how
+    failed: dict[Node, str] = field(default_factory=dict)  # reasons of failed zero rules
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:
@@ -160,7 +160,7 @@ class Inference:
         if shape is None:
             return None
         name = self.captured.names.get(node.name)
-        if node.name in self.captured.memory:  # the model's own memory, which is cut with it
+        if node.name in self.captured.memory:  # state that the model keeps, which is cut with it
             return tuple(self.solver.fresh(size) for size in shape)
         if name is None:
             what = f"dimension {{}} of {self._whose} input {node.name!r}"
@@ -191,7 +191,7 @@ class Inference:
             return self._unfollowed(node, failure("rule", node, error))
 
     def _unfollowed(self, node: Node, why: str) -> Value:
-        """Pin all that touches a call that no rule covers."""
+        """Pin the operands of a call that no rule covers; its value is opaque."""
         if not has_tensor(node):
             return None
         for operand in node.all_input_nodes:
@@ -214,7 +214,7 @@ class Inference:
                 self.solver.pin(dim, text)
 
     def opaque(self, node: Node, what: str) -> Value:
-        """A value of constants, with the shape that the node has."""
+        """Return a value of constants with the node's shape."""
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             return tuple(Const(hint(size), what) for size in value.shape)
@@ -224,7 +224,7 @@ class Inference:
         return None
 
     def place(self, node: Node, dim: int) -> Place | None:
-        """The parameter and its dim that this dim of the node is, or is a piece of."""
+        """Return the parameter and its dim that a dim of the node is, or is a piece of."""
         if (node, dim) in self.kernels:
             return self.kernels[node, dim]
         while node.op == "call_function":
@@ -250,13 +250,13 @@ class Inference:
         return (self.captured.names[node.name], dim) if self.is_parameter(node) else None
 
     def whole_place(self, node: Node, dim: int) -> Place | None:
-        """The parameter and its dim that this dim of the node is, if it is all of it."""
+        """Return the parameter and its dim that a dim of the node is as a whole, else None."""
         place = self.place(node, dim)
         is_whole = place and self.tensors[place[0]][place[1]].size == self.dims(node)[dim].size
         return place if is_whole else None
 
     def is_parameter(self, node: Node | None) -> bool:
-        """Check whether the node stands for a stored parameter."""
+        """Check whether the node is the placeholder of a stored parameter."""
         return node is not None and (self.captured.names.get(node.name) in self.captured.parameters)
 
     def can_be_gated(self, node: Node) -> bool:
@@ -283,7 +283,7 @@ class Inference:
     ) -> None:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""
         place = self.place(*weight) if weight else None
-        # a slot of a weight that is standardised first is not zero where what is stored is
+        # a standardised weight is not zero where the stored one is
         operands = (*others, weight[0]) if weight and not has_statistics(weight[0]) else others
         if weight and place is None:
             self._note_computed(expr, node, *weight, is_written=False)
@@ -309,14 +309,14 @@ class Inference:
     def _note_computed(
         self, expr: Expr, node: Node, weight: Node, dim: int, *, is_written: bool
     ) -> None:
-        """Remember a dim of a weight that is no parameter, but made of some."""
+        """Record a dim of a weight that the forward computes from stored tensors."""
         if self.is_weight(weight) and len(shape_of(weight) or ()) > 1:
             owner = module_of(weight) or module_of(node)
             where = f"{owner} (computed weight) dim {dim}".strip()
             self.computed.append(Computed(expr, node, weight, where, is_written))
 
     def writes_of(self, computed: Computed) -> Iterator[Write]:
-        """The rows of parameters that a computed weight's rows are made of; known at the end."""
+        """Yield the parameters' rows behind a computed weight's rows; call it after ``run``."""
         wanted = set(variables(self.solver.resolve(computed.expr)))
         seen = {computed.weight: None}  # in order: the nearest parameter names the axis
         pending = list(seen)
@@ -332,7 +332,7 @@ class Inference:
             seen |= dict.fromkeys(new)
 
     def is_weight(self, node: Node) -> bool:
-        """Check whether the node is a stored tensor or made of such, whatever the inputs are."""
+        """Check whether the node's value does not depend on the inputs."""
         return node not in self._from_inputs
 
     def has_rows(self, name: str) -> bool:
@@ -364,13 +364,13 @@ class Inference:
     def note_mixed(
         self, node: Node, shares: Node, shares_dim: int, kernels: Node, kernels_dim: int
     ) -> None:
-        """Remember a contraction of kernels with shares that all stay."""
+        """Record a contraction of kernels with shares that all stay."""
         self.mixed[node.name] = Mixed(shares.name, shares_dim, kernels.name, kernels_dim)
 
     def kind(self, expr: Expr, kind: str) -> None:
-        """Say what the slots of the expression are: heads, head dims, groups."""
+        """Record the kind of the expression's slots: heads, head dims, groups."""
         self.kinds.append((expr, kind))
 
     def name(self, expr: Expr, name: str) -> None:
-        """Say what the axis is called, where that is not the weight that writes it."""
+        """Record the name of an axis that is not named after the weight that writes it."""
         self.names.append((expr, name))

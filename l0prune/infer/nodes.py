@@ -1,4 +1,4 @@
-"""Facts read off graph nodes, and weights that a forward standardises before it uses them.
+"""Properties of graph nodes, and weights that a forward standardises before it uses them.
 
 ``batch_norm(W.reshape(1, rows, -1), training=True)`` gives each row of W mean 0 and variance 1,
 and ``_weight_norm(v, g)`` each slice of v the norm g, whatever the input is (NFNets, BiT, weight
@@ -38,14 +38,14 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def operands(node: Node, count: int) -> list[Node]:
-    """The first arguments of a call, so many, which are tensors."""
+    """Return the first ``count`` arguments of a call, which are all nodes."""
     found = [each for each in node.args[:count] if isinstance(each, Node)]
     assert len(found) == count
     return found
 
 
 def valued(node: Node) -> list[Node]:
-    """The operands whose values the node's values are made of, not only of their shape or dtype."""
+    """Return the operands whose values, not only shape or dtype, determine the node's value."""
     name = operator_name(node.target).removeprefix("aten.")
     if name in ("type_as", "expand_as", "view_as", "reshape_as"):
         return node.all_input_nodes[:1]
@@ -140,15 +140,15 @@ def draws(node: Node) -> bool:
     return may
 
 
-OF_ALL = -1  # the dim that _weight_norm is given where there is one norm of all
+OF_ALL = -1  # the dim argument of _weight_norm for one norm of the whole tensor
 
 
 def norm_dim(node: Node) -> int:
-    """For _weight_norm: the dim whose slices have norms of their own, or ``OF_ALL``."""
+    """Return the dim along which _weight_norm has one norm per slice, or ``OF_ALL``."""
     return int(argument(node, 2, "dim", 0))
 
 
-# Operators that only put the dims into another order, and such as leave the tensor as it is.
+# Operators that only permute the dims, and operators that leave dims and values unchanged.
 PERMUTATIONS = tuple(
     f"aten.{name}"
     for name in (
@@ -165,7 +165,7 @@ IDENTITIES = tuple(
     )
 )  # fmt: skip
 
-# Operators that give a dim in ranges, or one range of it; all leave the number of dims as it is.
+# Operators that split a dim into ranges, or take one range; all keep the number of dims.
 SPLITS = tuple(f"aten.{name}" for name in ("split", "split_with_sizes", "chunk", "tensor_split"))
 SLICES = ("aten.slice", "aten.narrow")
 CONCATENATIONS = ("aten.cat", "aten.concat", "aten.concatenate")
@@ -180,7 +180,7 @@ RESHAPES = tuple(
 )  # fmt: skip
 
 
-# Operators that are given the sizes of their output, and by which argument.
+# Operators that take the sizes of their output, with the position of that argument.
 SIZED = dict.fromkeys(
     (f"aten.{name}" for name in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")), 1
 )
@@ -189,7 +189,7 @@ SIZED |= dict.fromkeys((f"aten.{name}" for name in ("ones", "zeros", "full", "em
 
 
 def dim_order(node: Node, rank: int) -> list[int]:
-    """For a permutation: which source dim each output dim is."""
+    """Return the source dim of each output dim of a permutation."""
     name = operator_name(node.target).removeprefix("aten.")
     order = list(range(rank))
     if name == "numpy_T":
@@ -212,7 +212,7 @@ def _dims(given: Any, rank: int) -> list[int]:
     return [int(dim) % rank for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-_OWN_STATISTICS = 5  # the argument: of what it is given, or those that were kept
+_OWN_STATISTICS = 5  # the argument: statistics of the input, or running ones
 
 
 def takes_own_statistics(node: Node) -> bool:
@@ -223,7 +223,7 @@ def takes_own_statistics(node: Node) -> bool:
 def weight_behind(node: Node) -> Node | None:
     """The stored tensor whose rows or slices ``node`` standardises; None if it does not.
 
-    Nothing else may use the tensor, since what is stored is to become the standardised one.
+    No other node may use the tensor, since an export stores the standardised one instead.
     """
     name = operator_name(node.target)
     if name == "aten._weight_norm":
@@ -239,7 +239,7 @@ def weight_behind(node: Node) -> Node | None:
 
 
 def dims_of_statistics(node: Node) -> list[int]:
-    """The dims of such a node that the statistics go over."""
+    """Return the dims over which a standardising node takes statistics."""
     rank = len(shape_of(node) or [])
     own = norm_dim(node) if operator_name(node.target) == "aten._weight_norm" else 1
     return [dim for dim in range(rank) if dim != own]
@@ -251,7 +251,7 @@ def has_statistics(node: Node) -> bool:
 
 
 def standardised(node: Node) -> Node | None:
-    """The stored tensor that ``node`` is, row by row standardised; None if it is no such thing."""
+    """Return the stored tensor of which ``node`` is the row-wise standardised form, or None."""
     top = _unmoved(node)
     stored = weight_behind(top) if operator_name(top.target) == "aten.batch_norm" else None
     is_same_shape = stored is not None and shape_of(stored) == shape_of(node)
@@ -259,7 +259,7 @@ def standardised(node: Node) -> Node | None:
 
 
 def _unmoved(node: Node) -> Node:
-    """Return the node whose values this one has in another shape."""
+    """Return the node behind reshapes and identities."""
     while operator_name(node.target) in (*RESHAPES, *IDENTITIES):
         if not isinstance(node.args[0], Node):
             break
@@ -268,7 +268,7 @@ def _unmoved(node: Node) -> Node:
 
 
 def _stored(source: object, user: Node) -> Node | None:
-    """The stored tensor that ``source`` is, but for its shape, if all of it is for ``user``."""
+    """Return the stored tensor that ``source`` reshapes, if only ``user`` takes its values."""
     if not isinstance(source, Node):
         return None
     if any(_takes_values(each, source) for each in source.users if each is not user):

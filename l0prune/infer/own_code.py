@@ -1,8 +1,8 @@
-"""Sizes in the modules' own code: what it has to know to run on in a cut model.
+"""Sizes that the code of the user's modules needs to run in a cut model.
 
-A captured graph has its numbers in plain sight and they are rewritten there. A module's forward
-takes them from the module's attributes, or from nowhere; and it averages over as many values as it
-is given. Both are noted here, by module, from the nodes that its forward made.
+A captured graph has its sizes as literals, which are rewritten there. A module's forward takes
+them from the module's attributes, or has them in its code; and it averages over as many values as
+it receives. Both are recorded here, by module, from the nodes of its forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Given = Iterator[tuple[Any, Layout]]
 
 
 def given_sizes(node: Node, analysis: Analysis) -> Given:
-    """Each size among the arguments of a call, and the dim of the output that it is of."""
+    """Yield each size among the arguments of a call, with the output dim that has it."""
     name, layouts = operator_name(node.target), analysis.layouts.get(node.name, ())
     if not layouts:
         return
@@ -64,17 +64,17 @@ def given_sizes(node: Node, analysis: Analysis) -> Given:
 
 
 def is_number_of(size: Any, dim: Layout) -> bool:
-    """Check whether the size is a number of the code, and that of the dim."""
+    """Check whether the size is an int in the code, and equal to that of the dim."""
     return type(size) is int and size == dim.size
 
 
 def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[SizedCall, ...]]:
-    """Return by module the calls of its first run, where one of them is given an axis's size.
+    """Return by module the sized calls of its first run, where one of them depends on an axis.
 
-    Those that functions of torch make by themselves are not told from the code's own: whoever
-    counts them has to look at the names, too.
+    Calls that functions of torch make are not distinguished from those of the module's code: who
+    counts them has to compare the names, too.
 
-    Of ``unscaled`` attentions the scale follows the size of their heads.
+    ``unscaled`` are the attentions whose scale follows the size of their heads.
     """
     calls: dict[str, list[SizedCall]] = defaultdict(list)
     for node in analysis.captured.graph.nodes:
@@ -93,18 +93,18 @@ def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[Size
 
 
 def _of_another(call: SizedCall) -> SizedCall:
-    """Return what a module knows of a call that one of its submodules makes."""
+    """Return a submodule's call as the outer module sees it: without the sizes."""
     return replace(call, sizes=(None,) * len(call.sizes), follows=None)
 
 
 def _telling(calls: Sequence[SizedCall]) -> Iterator[SizedCall]:
-    """Without products with numbers where none of these follows a size: there are many others."""
+    """Return the calls, without products with numbers if none of these depends on a size."""
     has_scale = any(call.name == SCALED and any(_known(call)) for call in calls)
     return (call for call in calls if call.name != SCALED or has_scale)
 
 
 def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | None:
-    """Return the sizes that a call is given or takes off its inputs; None without any."""
+    """Return a call with the sizes that it is given or reads off its inputs; None without any."""
     operator = operator_name(node.target)
     name = _python_name(operator)
     if operator == "aten.mean":
@@ -136,7 +136,7 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
 
 
 def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
-    """A product with a number, which may be 1/√size, of its last dim or of what that was once."""
+    """Return a product with a number; if the number is 1/√size, with a dim of that size."""
     number, dims = argument(node, 1, "other"), analysis.layouts.get(node.name, ())
     if type(number) is not float or not dims:
         return None
@@ -147,7 +147,7 @@ def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
 
 
 def without_rows(dim: Layout, batch: int) -> Layout:
-    """Return the heads of ``batch × heads``: the other factor follows the input."""
+    """Return a dim without a leading batch factor: the heads of ``batch × heads``."""
     if not isinstance(dim, Prod) or not _is_rows(dim.factors[0], batch):
         return dim
     rest = dim.factors[1:]
@@ -155,7 +155,7 @@ def without_rows(dim: Layout, batch: int) -> Layout:
 
 
 def _is_rows(dim: Layout, batch: int) -> bool:
-    """Check for the batch, or so many positions for each example."""
+    """Check for a constant dim that is a multiple of the batch."""
     return batch > 1 and isinstance(dim, Const) and dim.size % batch == 0
 
 
@@ -164,9 +164,9 @@ def _known(call: SizedCall) -> Iterator[Layout]:
 
 
 def _follows(node: Node, analysis: Analysis) -> set[Layout]:
-    """The dims of a call's output whose size may follow from one that is cut.
+    """Return the dims of a call's output whose size may depend on a dim that is cut.
 
-    Those with an axis, and what a dim with an axis is regrouped into: of ``(heads · 32)`` that code
+    These have an axis, or come from regrouping a dim with an axis: of ``(heads · 32)`` that code
     reshapes to ``(heads, C // heads)`` the second stays 32, and C does not.
     """
     layouts = analysis.layouts.get(node.name, ())
@@ -186,12 +186,12 @@ def _follows(node: Node, analysis: Analysis) -> set[Layout]:
 
 
 def _ends(dims: Layouts) -> list[int]:
-    """The products of the sizes so far, from 1 on."""
+    """Return the cumulative products of the sizes, starting with 1."""
     return list(accumulate((dim.size for dim in dims), mul, initial=1))
 
 
 def _python_name(operator: str) -> str:
-    """Return Python's name of an operator that is given sizes; empty for others."""
+    """Return the Python name of an operator that takes sizes; empty for others."""
     if operator in ("aten.split", "aten.split_with_sizes"):
         return "split"
     others = "aten.unflatten", "aten.scaled_dot_product_attention"
@@ -205,7 +205,7 @@ _NORMS = ("aten.layer_norm", "aten.group_norm", "aten.rms_norm")
 
 @explained
 def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
-    """The analysis with what the model's code says; its plan keeps alike what has one number."""
+    """Add the sizes in the model's code to the plan; dims that share one number are ``alike``."""
     plan, regions = analysis.plan, _regions(analysis)
     every = _sizes(analysis, regions)
     received = {path: _received(analysis, regions, path) for path in every}
@@ -230,7 +230,7 @@ def _standardised(analysis: Analysis) -> Iterator[str]:
 
 
 def _regions(analysis: Analysis) -> Regions:
-    """Return by path the calls that the forward of each module makes by itself."""
+    """Return by path the calls of each module's forward, without those of its submodules."""
     regions: Regions = defaultdict(list)
     for node in analysis.captured.graph.nodes:
         if node.op == "call_function":  # a module that is called again is path@1
@@ -239,7 +239,7 @@ def _regions(analysis: Analysis) -> Regions:
 
 
 def _received(analysis: Analysis, regions: Regions, path: str) -> set[Layout]:
-    """The dims of what a module is given, also of what its submodules alone look at."""
+    """Return the dims of a module's inputs, also of those that only its submodules read."""
     below = [nodes for each, nodes in regions.items() if is_within(each, path)]
     return {dim for each in _inputs(analysis, list(chain(*below))) for dim in each}
 
@@ -248,9 +248,9 @@ def _received(analysis: Analysis, regions: Regions, path: str) -> set[Layout]:
 
 
 def _sizes(analysis: Analysis, regions: Regions) -> dict[str, Layouts]:
-    """Return by module the dims whose sizes its code has as numbers, if one has an axis.
+    """Return by module the dims whose sizes its code gives as numbers, if one has an axis.
 
-    Beside those the ones that have no axis but the same size: the number may be theirs.
+    Dims of the same size without an axis are included: the number may be theirs.
     """
     result = {}
     for path, nodes in regions.items():
@@ -264,7 +264,7 @@ def _sizes(analysis: Analysis, regions: Regions) -> dict[str, Layouts]:
 def _not_received(
     sizes: Mapping[str, Layouts], received: Mapping[str, set[Layout]]
 ) -> dict[str, Layouts]:
-    """Without dims that an input of the module has: their size was probably read off that.
+    """Remove the dims that an input of the module has: their size was probably read off that.
 
     They stay where no other dim has that size.
     """
@@ -282,9 +282,9 @@ def _not_received(
 def _reused(
     model: nn.Module, sizes: Mapping[str, Layouts], received: Mapping[str, set[Layout]]
 ) -> Iterator[ReusedSize]:
-    """Sizes that a module's code gives without having such a number.
+    """Yield the sizes that a module's code gives without an attribute of that value.
 
-    It reads them off an input that happens to be as wide, or has them written into it.
+    It reads them off an input of the same width, or has them as literals.
     """
     for path, dims in sizes.items():
         values = _numbers(model, path)
@@ -295,12 +295,12 @@ def _reused(
             read = [dim for dim in received[path] if axes_of(dim)]
             alike = [dim for dim in read if dim.size == used.size]
             unrelated = (dim.size % used.size and used.size % dim.size for dim in read)
-            if alike or all(unrelated):  # else it may be worked out, and rightly so
+            if alike or all(unrelated):  # else it may be computed, correctly
                 yield ReusedSize(path, alike[0] if alike else None, used)
 
 
 def _numbers(model: nn.Module, path: str) -> set[int]:
-    """The whole numbers that a module remembers."""
+    """Return the whole numbers among a module's attributes."""
     return {each for each in vars(model.get_submodule(path)).values() if type(each) is int}
 
 
@@ -317,7 +317,7 @@ def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
 def _averages(analysis: Analysis, regions: Regions, model: nn.Module) -> dict[str, Layouts]:
     """Return the dims of the only input of each innermost module that averages over an axis.
 
-    If it is called several times those of the first one: the inputs may be of different rank.
+    Of several calls the first one counts: the inputs may be of different rank.
     """
     found = {}
     for path, nodes in regions.items():
@@ -351,7 +351,7 @@ def _averaged(node: Node, analysis: Analysis) -> Layouts:
 
 
 def _inputs(analysis: Analysis, region: list[Node]) -> Iterator[Layouts]:
-    """The dims of each tensor that these nodes take from elsewhere."""
+    """Yield the dims of each tensor, stored ones excepted, that a region reads from outside."""
     own = set(region)
     for node in dict.fromkeys(each for own_node in region for each in own_node.all_input_nodes):
         is_stored = node.name in analysis.captured.names
@@ -359,11 +359,11 @@ def _inputs(analysis: Analysis, region: list[Node]) -> Iterator[Layouts]:
             yield analysis.layouts[node.name]
 
 
-# --- what has one number --------------------------------------------------------------------
+# --- dims of one number ---------------------------------------------------------------------
 
 
 def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -> Iterator[Layouts]:
-    """Dims that one attribute of a module stands for, as its code gives the sizes of all."""
+    """Yield groups of dims whose sizes a module's code takes from one attribute."""
     for path, dims in sizes.items():
         values = _numbers(model, path)
         by_kind: dict[tuple[int, str], list[Layout]] = defaultdict(list)
@@ -375,7 +375,7 @@ def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -
 
 
 def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:
-    """Dims that code splits into pieces of one size."""
+    """Yield the dims of the pieces where code splits a dim into pieces of one size."""
     for node in analysis.captured.graph.nodes:
         pieces = analysis.layouts.get(node.name, ())
         if operator_name(node.target) not in ("aten.chunk", "aten.split") or not pieces:
@@ -387,7 +387,7 @@ def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:
 
 
 def _kind_of(plan: Plan, dim: Layout) -> str | None:
-    """The kind of the axes that a dim is made of, side by side; None where that is not one."""
+    """Return the kind of a dim's concatenated axes; None without a common kind."""
     if not isinstance(dim, Slots | Cat) or not all(isinstance(p, Slots) for p in _parts(dim)):
         return None
     kinds = {plan.axes[slots.axis].kind for slots in leaves(dim)}

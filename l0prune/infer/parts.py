@@ -1,10 +1,10 @@
-"""The parts of a model that are captured on their own: the whole of it, or its islands.
+"""The parts of a model that are captured separately: the whole model, or its islands.
 
 Where torch.export cannot follow a whole model (a detector, whose later steps depend on what the
 earlier ones found; a generation loop), it is run once on the example, and its largest submodules
 that can be captured are, each on the inputs that it really received. The borders of such an
-island stay whole. All else is the user's own Python code, which runs on as it is: what it was seen
-to read off the parts, weights or numbers such as sizes, has to stay.
+island stay whole. The rest is the user's Python code, which runs unchanged: weights of the parts,
+or numbers such as sizes, that it was seen to read have to stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from l0prune.plan.branch import Branch, is_needed
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan.plan import Cost, Pin, Plan
 
-# What may be asked of a tensor that no cut changes.
+# Reads of a tensor whose result no cut changes.
 _HARMLESS = {
     getattr(Tensor, name).__get__
     for name in ("dtype", "device", "is_cuda", "requires_grad", "ndim", "layout", "grad")
@@ -56,7 +56,7 @@ class Seen:
     numbers: set[tuple[str, str, int]] = field(default_factory=set)
 
     def whole(self, plan: Plan) -> dict[int, str]:
-        """Axes of a plan that have to stay whole for that, each with the reason."""
+        """Return the axes of a plan that these reads keep whole, each with the reason."""
         found: dict[int, str] = {}
         for name in sorted(self.tensors & plan.tensors.keys()):
             for dim in plan.tensors[name]:
@@ -72,7 +72,7 @@ class Seen:
 
 
 def read_outside(model: nn.Module, paths: Iterable[str], example: Inputs) -> Seen:
-    """Run the model, which may be changed by that; what its code reads outside the parts."""
+    """Run the model, which may change it, and record reads of the parts by code outside them."""
     watch = _Watch()
     for path in paths:
         part = model.get_submodule(path)
@@ -86,7 +86,7 @@ def read_outside(model: nn.Module, paths: Iterable[str], example: Inputs) -> See
 
 
 class _Watch(TorchFunctionMode):
-    """Notes what is read of the modules that were added, while none of the parts runs."""
+    """Recorder of reads of the added modules' tensors and numbers while no part runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,15 +100,15 @@ class _Watch(TorchFunctionMode):
         return self
 
     def add(self, path: str, module: nn.Module) -> None:
-        """Watch the tensors of this very module, and its whole numbers."""
+        """Watch the tensors and whole numbers of a module, without its submodules."""
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 self.names.setdefault(id(tensor), within(path, name))
-        with suppress(TypeError):  # a class that allows no other: its tensors are watched
+        with suppress(TypeError):  # the class cannot be replaced: only tensors are watched
             module.__class__ = self._watched(path, type(module))
 
     def _watched(self, path: str, kind: type[nn.Module]) -> type[nn.Module]:
-        """The class, in which reading a number is noted."""
+        """Return a subclass that records each read of a whole number."""
 
         def read(module: nn.Module, name: str) -> Any:
             value = kind.__getattribute__(module, name)
@@ -122,17 +122,17 @@ class _Watch(TorchFunctionMode):
         return watched
 
     def enter(self, *_: Any) -> None:
-        """A part begins to run."""
+        """Count one more running part."""
         self.depth += 1
 
     def leave(self, *_: Any) -> None:
-        """Note that it has run."""
+        """Count one running part less."""
         self.depth -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note the tensors of every call of torch outside of the parts."""
+        """Record the watched tensors of every call of torch outside of the parts."""
         if not self.depth and func not in _HARMLESS:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and id(leaf) in self.names:
@@ -159,12 +159,12 @@ class Part:
 
 @dataclass
 class Parts:
-    """The parts of a model that could be captured, and the plan made of them.
+    """The parts of a model that could be captured, and their joint plan.
 
     Attributes:
         plan: of the whole model.
         example: the inputs that it was made with, positional and by name.
-        found: the parts that it was made of.
+        found: the parts whose plans it joins.
         unused: parameters that the eval-mode forward never touches.
     """
 
@@ -183,11 +183,11 @@ class Parts:
 @one_at_a_time()
 @explained
 def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
-    """The plan of a model, from example inputs as a user gives them.
+    """Infer the plan of a model from the user's example inputs.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
-        UsageError: the model is none that can be looked into, or the example holds no tensor.
+        UsageError: the model cannot be analysed, or the example holds no tensor.
     """
     check_module(model)
     args = args if isinstance(args, tuple) else (args,)
@@ -201,7 +201,7 @@ def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> P
 
 
 def parts_of(model: nn.Module, example: Inputs) -> Parts:
-    """The whole model as one part, or its islands.
+    """Capture and analyse the whole model as one part, or its islands.
 
     Raises:
         CaptureError: no part of it that can be captured can be cut; the text says what stopped
@@ -220,7 +220,7 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
 
 @explained
 def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
-    """The submodule at ``path``, given what it receives."""
+    """Capture and analyse the submodule at ``path`` on its example inputs."""
     analysis = analyse(capture(model, *example, path=path))
     return Part(path, with_code(analysis, model), example)
 
@@ -232,7 +232,7 @@ def _islands(model: nn.Module, example: Inputs) -> list[Part]:
     level = _children(model, "", seen)
     while level:
         try:
-            calls = record(copied(model), level, example)  # a forward may leave traces
+            calls = record(copied(model), level, example)  # a forward may change the model
         except Exception:  # it does not even run: the error of the whole capture says why
             return []
         received: dict[str, list[Inputs]] = {path: [] for path in level}
@@ -249,9 +249,9 @@ def _islands(model: nn.Module, example: Inputs) -> list[Part]:
 
 
 def _part_of_calls(model: nn.Module, path: str, received: Sequence[Inputs]) -> Part:
-    """The submodule at ``path``, if one graph can stand for all its calls.
+    """Return the submodule at ``path``, if one graph can represent all its calls.
 
-    A container is never called, and what it holds may be: that is looked at next.
+    A container is never called, but its children may be: these are tried next.
     """
     kinds = [_kind_of_call(inputs) for inputs in received]
     if not received or any(kind != kinds[0] for kind in kinds):
@@ -260,7 +260,7 @@ def _part_of_calls(model: nn.Module, path: str, received: Sequence[Inputs]) -> P
 
 
 def _kind_of_call(inputs: Inputs) -> tuple[object, list[object]]:
-    """The structure of what is given, and all that is no tensor in it."""
+    """Return the structure of the inputs, and their leaves with tensors as placeholders."""
     leaves, structure = pytree.tree_flatten(inputs)
     return structure, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -276,7 +276,7 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 
 
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
-    """One plan of all islands, in which what lies between them is pinned."""
+    """Join the plans of all islands, and pin the weights outside of them."""
     batch = examples_given(example)
     seen = read_outside(copied(model), [part.path for part in found], example) if found else Seen()
     plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
@@ -297,11 +297,11 @@ def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused:
 def _of_island(
     model: nn.Module, found: Sequence[Part], number: int, batch: int, seen: Seen
 ) -> Plan:
-    """The plan of one of the islands as a part of the whole model's.
+    """Return the plan of one island as a part of the whole model's plan.
 
-    Single input columns are not gated: cutting those takes a gather, for which the user's own
-    code has no place. What is shared with another island, or read by the code around it, stays
-    whole; the former counts once.
+    Single input columns are not gated: cutting those takes a gather, which cannot be inserted
+    into the user's code. Tensors that are shared with another island, or read by the code around
+    it, stay whole; the former count once.
     """
     part, earlier, later = found[number], found[:number], found[number + 1 :]
     plan = part.analysis.plan
@@ -358,7 +358,7 @@ def _tensors_of(parts: Sequence[Part]) -> set[str]:
 
 
 def _join(plans: Sequence[Plan]) -> Plan:
-    """Plans of different submodules as one, their axes numbered through."""
+    """Join the plans of different submodules, with consecutive numbers of axes."""
     joined = Plan((), (), {}, (), (), parts=())
     for plan in plans:
         shift = partial(_shifted, by=len(joined.axes))

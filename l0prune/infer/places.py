@@ -1,8 +1,8 @@
-"""Places on a captured graph at which all that is computed so far is one value.
+"""Places of a captured graph at which one value carries all results so far.
 
-There a network can be left early: what comes after needs that value and no other. So the ends of
-the blocks of a residual network are places, and what lies within its blocks is none, since the
-shortcut goes around it.
+A network can exit early there: later steps need that value and no other. So the ends of the
+blocks of a residual network are places, and values within its blocks are not, since the shortcut
+bypasses them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from l0prune.infer.solver import variables
 
 @dataclass(frozen=True)
 class Place:
-    """One value through which everything goes, and which modules return.
+    """One value that carries all results so far, and that modules return.
 
     Attributes:
         paths: of these modules, the outermost first.
-        share: of the network's MACs, that are computed by then.
+        share: the share of the network's MACs up to the value.
         shape: of the value.
         dim: the dim that holds its channels.
-        ends_block: one of the modules is a block of several layers, of a kind that there is more
-            than once.
+        ends_block: whether one of the modules is a block of several layers, of a kind that occurs
+            more than once.
     """
 
     paths: tuple[str, ...]
@@ -46,7 +46,7 @@ def places(model: nn.Module, captured: Captured) -> tuple[Place, ...]:
     """Return the places of a model, in the order of its forward.
 
     Args:
-        model: what was captured, as a whole.
+        model: the model that was captured as a whole.
         captured: its graph.
     """
     infer = Inference(captured)
@@ -67,13 +67,13 @@ def places(model: nn.Module, captured: Captured) -> tuple[Place, ...]:
 
 
 def _last_reads(captured: Captured) -> dict[Node, int]:
-    """Return the number of the last node that reads the value of each."""
+    """Return for each node the number of the last node that reads its value."""
     order = {node: number for number, node in enumerate(captured.graph.nodes)}
     return {node: max((order[user] for user in node.users), default=-1) for node in order}
 
 
 def _computed(infer: Inference) -> set[Node]:
-    """Return the values that are made of both inputs and stored tensors, as no mask is."""
+    """Return the values that depend on both inputs and stored tensors, unlike masks."""
     found: set[Node] = set()
     of_inputs, of_stored = set[Node](), set[Node]()
     for node in infer.captured.graph.nodes:
@@ -89,7 +89,7 @@ def _computed(infer: Inference) -> set[Node]:
 
 
 def _outputs(captured: Captured) -> dict[Node, tuple[str, ...]]:
-    """Return for nodes the paths of the modules that return it, and nothing else."""
+    """Return for each node the paths of the modules of which it is the only output."""
     nodes = [node for node in captured.graph.nodes if node.op == "call_function"]
     inside: dict[str, list[Node]] = {}
     for node in nodes:
@@ -115,9 +115,9 @@ def _dim(infer: Inference, node: Node) -> int:
 
 
 def _with_blocks(model: nn.Module, found: list[Place]) -> Iterator[Place]:
-    """Yield the places, each with whether it ends a block that there is more than once.
+    """Yield the places, with ``ends_block`` set where a repeated block ends.
 
-    What repeats within such a block, a pair of layers, is none itself.
+    Repeated parts within such a block, such as a pair of layers, are not blocks themselves.
     """
     kinds = {
         path: kind_of_block(model.get_submodule(path)) for place in found for path in place.paths
@@ -135,7 +135,7 @@ def _with_blocks(model: nn.Module, found: list[Place]) -> Iterator[Place]:
 
 
 def kind_of_block(module: nn.Module) -> Hashable:
-    """Return what blocks that repeat have in common; None for a single layer."""
+    """Return a key that repeated blocks have in common; None for a single layer."""
     children = tuple(type(child) for child in module.children())
     if not children:
         return None

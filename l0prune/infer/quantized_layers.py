@@ -19,24 +19,24 @@ _CONVOLUTIONS = tuple(f"aten.conv{dims}d" for dims in (1, 2, 3))
 _RELU = ("aten.relu", "aten.relu_")
 _CLIPS = ("aten.hardtanh", "aten.hardtanh_")
 _MOVES = (*RESHAPES, *PERMUTATIONS, *(f"aten.{name}" for name in ("contiguous", "clone", "detach")))
-# What leaves numbers on the grid that they were on: 0 is on each.
+# Operators that leave numbers on their grid; 0 is on every grid.
 _KEEPS = frozenset((*_RELU, *_MOVES, *(f"aten.max_pool{dims}d" for dims in (1, 2, 3))))
-# Zeros that are put beside them are on each grid, too.
+# Zeros that padding adds are on every grid, too.
 _KEEPS_IN_SUMS = _KEEPS | {"aten.slice", "aten.constant_pad_nd", "aten.pad"}
 
 
 def quantized_layers(captured: Captured, model: nn.Module, *, sums: bool = True) -> Scheme:
-    """Find what can be in eight bits: each Linear and convolution that its own forward computes.
+    """Find the layers that can be in eight bits: Linear and convolution modules called once.
 
-    What a convolution writes is put on a grid, past the BatchNorm that follows: one on integers
-    writes integers. So is the sum of that and of what is on a grid, if a module returns it, as a
-    residual block does. Other sums, norms and products of activations stay in floating point, and
-    so does a layer that is called several times.
+    The output of a convolution is rounded to a grid, after the BatchNorm that follows: one on
+    integers writes integers. So is the sum of such an output and a value on a grid, if a module
+    returns it, as a residual block does. Other sums, norms and products of activations stay in
+    floating point, and so does a layer that is called several times.
 
     Args:
         captured: the graph.
-        model: of which it is.
-        sums: whether any are put on grids.
+        model: the model of the graph.
+        sums: whether sums are rounded to grids.
     """
     return _Finder(captured, model).found(sums)
 
@@ -50,10 +50,10 @@ class _Finder:
         self._clips: set[Node] = set()
         self._outputs: dict[str, int] = {}
         self._sums: dict[str, int] = {}
-        self._parts: dict[int, int] = {}  # of sums: their points by those that are added
+        self._parts: dict[int, int] = {}  # points of sums, by those of the added values
 
     def found(self, sums: bool) -> Scheme:
-        """Find the layers, what convolutions write, sums of that, then what each layer reads."""
+        """Find the layers, the outputs of convolutions, their sums, then each layer's input."""
         layers = dict(self._once(self._is_layer))
         norms = {node: path for path, node in self._once(self._is_norm)}
         written = {
@@ -78,7 +78,7 @@ class _Finder:
         return Scheme(tuple(made), tuple(self._bounds), self._outputs, self._sums)
 
     def _once(self, is_one: Callable[[Node], bool]) -> Iterator[tuple[str, Node]]:
-        """Yield nodes of such modules that make one of them, with the module's path."""
+        """Yield such nodes of modules that have exactly one of them, with the module's path."""
         found: dict[str, list[Node]] = {}
         for node in self._captured.graph.nodes:
             if node.op == "call_function" and is_one(node):
@@ -110,7 +110,7 @@ class _Finder:
             return None
 
     def _written(self, path: str, node: Node, norms: dict[Node, str]) -> int:
-        """Make a point of what a convolution writes, and note the module whose output that is."""
+        """Add a point for a convolution's output, and record the module that returns it."""
         users = list(node.users)
         if len(users) == 1 and users[0] in norms:
             node, path = users[0], norms[users[0]]
@@ -134,10 +134,10 @@ class _Finder:
         return self._points[node]
 
     def _sum(self, node: Node) -> None:
-        """Put a sum on a grid where all that is added is on one, and a module returns the sum.
+        """Round a sum to a grid where all operands are on one, and a module returns the sum.
 
-        One of what a convolution writes and of a stream is on the grid of the stream: where the
-        branch is gone, the stream goes on as it is.
+        The sum of a convolution's output and a stream is on the grid of the stream: where the
+        branch is removed, the stream is unchanged.
         """
         if operator_name(node.target) not in ("aten.add", "aten.add_"):
             return
@@ -160,7 +160,7 @@ class _Finder:
         self._parts |= dict.fromkeys(written, point)
 
     def _is_part(self, node: Node) -> bool:
-        """Return whether a value is what a layer writes into a sum, and nothing else reads it."""
+        """Return whether a value is the output of a layer and has only one user."""
         made = self._points.get(node)
         return made in self._outputs.values() and len(node.users) == 1
 
@@ -196,7 +196,7 @@ class _Finder:
 
 
 def _unmoved(node: Node) -> Node:
-    """Return the value that this one is in another shape."""
+    """Return the value behind reshapes, permutations and copies."""
     while operator_name(node.target) in _MOVES and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

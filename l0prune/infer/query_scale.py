@@ -1,8 +1,8 @@
-"""The parameters that make the queries of attention without a scale of its own.
+"""The parameters that compute the queries of attention without an explicit scale.
 
 ``scaled_dot_product_attention`` divides by the root of the head's size, unless it is given a scale.
-The class of a cut model would divide by the root of what is left of it. The queries make up for
-that, if what they are computed from is known: which rows of which weights, biases and norms.
+The class of a cut model would divide by the root of the smaller size. The queries compensate for
+that, if the rows of the weights, biases and norms that compute them are known.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _MOVED += tuple(
 )
 _SIGNED = ("aten.neg", "aten.mul", "aten.div")
 _NORMS = {"aten.layer_norm": (2, 3), "aten.rms_norm": (2,)}
-# Which argument is the matrix whose columns make the result, and which is added.
+# Position of the matrix whose columns produce the result, and of the added operand.
 _PRODUCTS = {"aten.matmul": (1,), "aten.mm": (1,), "aten.addmm": (2, 0)}
 
-# By parameter and dim, which of its positions there each entry of a tensor is made with, −1 for
-# none; with None for a dim, which of all its entries it is.
+# By parameter and dim, the position along that dim that computes each entry of a tensor, −1 for
+# none; with None for the dim, the index of the parameter's entry itself.
 _Rows = dict[tuple[str, int | None], list[Tensor]]
 
 
 class _Unknown(Exception):
-    """There is an operator that is not followed."""
+    """Error: an operator is not followed."""
 
 
 class _Missing(Exception):
-    """A node is made from another whose rows are not known yet."""
+    """Error: the rows of an operand are not known yet."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node.name)
@@ -68,9 +68,9 @@ class _Missing(Exception):
 
 
 def query_factors(analysis: Analysis) -> dict[Node, list[Factor] | None]:
-    """Each attention whose scale follows the size of its heads, and what makes its queries.
+    """Return the query factors of each attention whose scale follows the size of its heads.
 
-    None where that is not known.
+    None where they are not known.
     """
     found: dict[Node, list[Factor] | None] = {}
     for node in analysis.captured.graph.nodes:
@@ -97,7 +97,7 @@ def _factors(rows: _Rows, head: Layout) -> Iterator[Factor]:
 
 def _occurring(tensors: Sequence[Tensor]) -> list[int]:
     """The positions in these tensors, ascending; -1 is none."""
-    # Many times faster than ``unique``, which sorts: each stands there for all tokens.
+    # Many times faster than ``unique``, which sorts: each position repeats for all tokens.
     counts = torch.bincount(torch.cat([each.flatten() for each in tensors]) + 1)
     found: list[int] = counts[1:].nonzero().flatten().tolist()
     return found
@@ -115,17 +115,16 @@ def _ranges(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class _Followed:
-    """The nodes that lead to a query, each with the rows that it is made with."""
+    """The nodes that lead to a query, each with the rows that compute it."""
 
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
         self._known: dict[Node, Any] = {}
 
     def rows(self, node: Node) -> Any:
-        """The rows that a node is made with; for one with several outputs a list.
+        """Return the rows that compute a node; a list for one with several outputs.
 
-        What it is made from is looked at first, one after the other: a network may be deeper than
-        calls can be.
+        Operands are visited first, iteratively: a network may be deeper than Python's stack.
         """
         waiting = [node]
         while waiting:
@@ -137,9 +136,9 @@ class _Followed:
         return self._known[node]
 
     def is_all_for(self, attention: Node) -> bool:
-        """Check that nothing else, such as a bias, reads the values that the query is made of.
+        """Check that only the attention reads the values that lead to its query.
 
-        But for pieces of it, which are the keys and values.
+        Slices of them are excepted, which are the keys and values.
         """
         own = {attention, *(node for node, rows in self._known.items() if rows)}
         computed = (node for node in own if node.op == "call_function" and node != attention)
@@ -216,7 +215,7 @@ class _Followed:
         return result if added is None else {**result, **self._of_operands(node, (added,))}
 
     def _moved(self, node: Node) -> Any:
-        """Positions go where the entries go."""
+        """Apply an operator that moves entries to their positions."""
         source, *args = node.args
         assert isinstance(source, Node)
         made = self._read(source)
@@ -232,7 +231,7 @@ class _Followed:
         def moved(positions: Tensor) -> Any:
             try:
                 return call(positions, *args, **kwargs)
-            except RuntimeError:  # a view of what is not laid out for it
+            except RuntimeError:  # a view that the strides do not allow
                 return call(positions.contiguous(), *args, **kwargs)
 
         results = {key: [moved(t) for t in ts] for key, ts in made.items()}
@@ -264,7 +263,7 @@ class _Followed:
     def _along(
         self, key: tuple[str, int | None], entries: Tensor
     ) -> tuple[tuple[str, int | None], Tensor]:
-        """Return the dim of a matrix along which entries lie, and their positions on it."""
+        """Return the dim of a matrix along which entries vary, and their positions on it."""
         name, dim = key
         if dim is not None:
             return key, entries

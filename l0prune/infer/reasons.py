@@ -1,4 +1,4 @@
-"""Reasons why dims of weights stay whole, and names of axes, in words that a user understands."""
+"""Reasons why dims of weights stay whole, and names of axes, in terms that a user understands."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from l0prune.plan.plan import Pin
 
 
 def pins(infer: Inference, axes: Collection[Var], fine: Collection[Place]) -> tuple[Pin, ...]:
-    """A pin for each dim of a weight of which some part belongs to no axis.
+    """Return a pin for each dim of a weight of which some part belongs to no axis.
 
-    ``axes`` are the variables that became axes, ``fine`` the dims with an axis of their own.
+    ``axes`` are the variables that became axes, ``fine`` the dims with a separate axis.
     """
     places = [(f"{p[0]} dim {p[1]}", *of) for p, of in _places(infer) if p not in fine]
     places += [(c.where, c.expr, c.node) for c in infer.computed]
@@ -36,9 +36,9 @@ class Whole:
     """A stream between layers of which no slot can be cut.
 
     Attributes:
-        where: the first dim of a weight that lies on it.
+        where: the dim of a weight on it that a pin names, else the first one.
         size: the number of its slots.
-        tensors: names of the parameters of which a dim lies on it.
+        tensors: names of the parameters with a dim on it.
         reason: why it stays whole.
     """
 
@@ -51,7 +51,7 @@ class Whole:
 def whole_streams(
     infer: Inference, axes: Collection[Var], fine: Collection[Place], pins: Sequence[Pin]
 ) -> Iterator[Whole]:
-    """Find what weights write and others read, and is no axis; ``pins`` say why."""
+    """Find the dims that weights write and others read without an axis; ``pins`` say why."""
     resolve = infer.solver.resolve
     made = [write.expr for write in infer.writes]
     made += [each.expr for each in infer.computed if each.is_written]
@@ -77,7 +77,7 @@ def whole_streams(
 
 
 def _places(infer: Inference) -> Iterator[tuple[Place, tuple[Expr, Node | None]]]:
-    """Every dim of a parameter with two or more: first those that are read or written."""
+    """Yield the dims of parameters with two or more dims: first those that are read or written."""
     events = [(w.place, w.expr, w.node) for w in infer.writes]
     events += [(r.place, r.expr, r.node) for r in infer.reads if r.place is not None]
     seen: set[Place] = set()
@@ -89,7 +89,7 @@ def _places(infer: Inference) -> Iterator[tuple[Place, tuple[Expr, Node | None]]
         if name not in infer.captured.parameters or len(dims) < 2:
             continue
         for number, dim in enumerate(dims):
-            # kernel heights and the like: nothing was ever said about them
+            # kernel heights and the like, which no rule ties or pins
             is_silent = any(v.pin is None for v in variables(infer.solver.resolve(dim)))
             if (name, number) not in seen and dim.size > 1 and not is_silent:
                 yield (name, number), (dim, None)
@@ -109,7 +109,7 @@ def _pin(where: str, expr: Expr, node: Node | None, axes: Collection[Var]) -> Pi
 
 
 def _words(text: str, where: str, author: Node, operator: str) -> str:
-    """The reason with the module that it is about: ``{who}`` is filled in, or a path added."""
+    """Complete a reason with its module: fill in ``{who}``, or append the path."""
     path = module_of(author)
     if "{who}" in text:
         place = f"{class_of(author)} at {path}" if path else f"{operator} in the model's forward"
@@ -132,7 +132,7 @@ def _reason(expr: Expr, axes: Collection[Var]) -> Reason | None:
 
 
 def _left_over(expr: Expr, axes: Collection[Var]) -> Iterator[Const | Var]:
-    """The constants and variables of those positions that no axis can take away."""
+    """Yield the constants and variables of the positions that no axis can remove."""
     match expr:
         case Const():
             yield expr
@@ -155,7 +155,7 @@ _SUFFIX = {"head": "heads", "head_dim": "head_dim", "group": "groups"}
 
 
 class Namer:
-    """Names each axis once; a second one of the same name gets a number."""
+    """Unique names for axes: a second axis of the same name gets a number."""
 
     def __init__(self, infer: Inference, writes: dict[Var, list[Write]]) -> None:
         self.infer = infer
@@ -167,7 +167,7 @@ class Namer:
     def name(self, var: Var) -> tuple[str, str]:
         """Name and kind of an axis."""
         writes = self.writes[var]
-        if not writes:  # of a table whose rows nothing writes
+        if not writes:  # a table whose rows nothing writes
             return self._unique(self.given[var]), self.kinds[var]
         rows = [w for w in writes if self.infer.has_rows(w.place[0])]
         gating = {w for w in rows if not self.infer.is_weight(w.node) and _only_multiplies(w.node)}
@@ -192,7 +192,7 @@ class Namer:
 
 
 def _only_multiplies(node: Node) -> bool:
-    """Return whether a value is nothing but a factor of larger ones, as a gate's is."""
+    """Return whether a value is only multiplied with larger ones, as in squeeze-and-excitation."""
     found, seen = False, [node]
     for top in seen:
         for user in top.users:

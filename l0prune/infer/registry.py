@@ -1,4 +1,4 @@
-"""The registry of rules: what each operator does to the axes of its operands.
+"""The registry of rules: the effect of each operator on the axes of its operands.
 
 A rule is a function of the inference and a graph node that returns the node's value: one
 expression per dim of its output (or a list of such values for an operator with many outputs).
@@ -8,7 +8,7 @@ It unifies what the operator ties, pins what it forbids, and records what it con
     def glu(infer: Inference, node: Node) -> Value:
         ...
 
-A rule that fails pins what touches its operator; a pass that fails raises a CaptureError that
+A rule that fails pins the operands of its operator; a pass that fails raises a CaptureError that
 names the operator. With ``L0PRUNE_STRICT=1`` in the environment both raise the error itself.
 """
 
@@ -54,7 +54,7 @@ def some(node: Node, operands: Sequence[bool | None]) -> bool:
 
 
 def of_operand(number: int) -> Zero:
-    """Zero where the operand of this number is, whatever the others are."""
+    """Zero where the operand of this number is, for any values of the others."""
 
     def zero(node: Node, operands: Sequence[bool | None]) -> bool:
         return len(operands) > number and operands[number] is True
@@ -63,7 +63,7 @@ def of_operand(number: int) -> Zero:
 
 
 def affine(position: int) -> Zero:
-    """Zero where the weight, the argument of this position, is, and the bias after it: y·w + b."""
+    """Zero where the weight, argument ``position``, and the bias after it are: y·w + b."""
 
     def zero(node: Node, operands: Sequence[bool | None]) -> bool:
         is_scaled = len(node.args) > position and isinstance(node.args[position], Node)
@@ -73,9 +73,9 @@ def affine(position: int) -> Zero:
 
 
 class NotFollowed(Exception):
-    """Raised by a rule for a use of its operator that it does not cover: all operands are pinned.
+    """Error of a rule for a use of its operator that it does not cover: all operands are pinned.
 
-    The text says what is special in this use: "its groups are as many as the batch".
+    The text describes this use: "its groups are as many as the batch".
     """
 
 
@@ -146,7 +146,7 @@ def said(error: Exception) -> str:
 
 
 def worked_at(error: Exception) -> Node | None:
-    """Return the call that the failing code had at hand, in the innermost frame that has one."""
+    """Return the call node in the innermost frame of a traceback that has one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         for value in frame.f_locals.values():

@@ -1,7 +1,7 @@
 """A small type system for channels: expressions over axis variables, unified with refinement.
 
-Every dim of every tensor in a graph has an expression. Where an operator says that two dims
-are the same thing, their expressions are unified; where a product meets a concatenation or
+Every dim of every tensor in a graph has an expression. Where an operator ties two dims to each
+other, their expressions are unified; where a product meets a concatenation or
 another factorisation, variables are split until both sides agree. Sizes only shrink, so it ends.
 """
 
@@ -33,7 +33,7 @@ COPIES = "copies of a slot"
 class Var:
     """An axis variable: ``size`` slots that live or die one by one.
 
-    Of ``copies`` all slots are alike, so that they can be those of whatever dim they meet.
+    With ``copies`` all slots have equal values, so that the variable can be bound to any dim.
     """
 
     __slots__ = ("binding", "copies", "pin", "size")
@@ -94,7 +94,7 @@ def pick(base: Expr, index: tuple[int, ...]) -> Expr:
 
 
 def _merge(a: Const, b: Const, size: int) -> Const:
-    """Two constants as one; ones say nothing about what the positions are."""
+    """Merge two constants; one of size 1 says nothing about what the positions are."""
     if a.size == 1 or b.size == 1:
         known = b if a.size == 1 else a
         return Const(size, known.what, known.is_input)
@@ -103,7 +103,7 @@ def _merge(a: Const, b: Const, size: int) -> Const:
 
 
 def picks(expr: Expr) -> Iterator[Pick[Var]]:
-    """Return every pick in a resolved expression."""
+    """Yield the outermost picks in a resolved expression."""
     if isinstance(expr, Pick):
         yield expr
         return
@@ -119,17 +119,17 @@ def variables(expr: Expr) -> Iterator[Var]:
         yield from variables(child)
 
 
-_MOST = 1 << 17  # positions that are looked at one by one, at most
+_MOST = 1 << 17  # most positions that are enumerated one by one
 Slot = tuple[Var, int]
 
 
 @dataclass(frozen=True)
 class MeetingSlots:
-    """Ties between slots that follow where two expressions are one.
+    """Ties between slots that follow from unifying two expressions.
 
     Attributes:
-        groups: for slots that meet one another how many are left, and for each of their variables
-            which of those each of its slots is.
+        groups: per group of tied variables the number of distinct slots, and for each variable
+            the distinct slot that each of its slots becomes.
         fixed: variables of which a slot meets a constant, with the constant.
     """
 
@@ -146,7 +146,7 @@ def inverse(index: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def transposed(index: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
-    """The order as a reshape whose dims are permuted: its sizes, and which of them comes where.
+    """Return an order as a reshape with permuted dims: the sizes, and the permutation.
 
     ``(0, 3, 1, 4, 2, 5)`` is ``2 × 3`` transposed, so ``([2, 3], [1, 0])``; None for other orders.
     """
@@ -171,7 +171,7 @@ def transposed(index: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
 
 
 def slots_that_meet(a: Expr, b: Expr) -> MeetingSlots | None:
-    """Return which slots of two expressions meet; None where a position has several."""
+    """Return the ties between slots of two expressions; None where a position has several."""
     left, right = _slots(a), _slots(b)
     if left is None or right is None:
         return None
@@ -188,7 +188,7 @@ def slots_that_meet(a: Expr, b: Expr) -> MeetingSlots | None:
 
 
 def _slots(expr: Expr) -> list[Slot | Const] | None:
-    """For each position its slot, or the constant that it is part of."""
+    """Return for each position its slot or constant; None where a position has several slots."""
     if expr.size > _MOST:
         return None
     match expr:
@@ -209,20 +209,20 @@ def _slots(expr: Expr) -> list[Slot | Const] | None:
 
 
 def _only_slot(several: tuple[Slot | Const, ...]) -> Slot | Const | None:
-    """The one slot of a position in a product; None if there are more."""
+    """Return the only slot of a position in a product, else its constant; None for several."""
     slots = [each for each in several if not isinstance(each, Const)]
     return None if len(slots) > 1 else (*slots, *several)[0]
 
 
 def _root(parents: dict[Slot, Slot], slot: Slot) -> Slot:
-    """The slot that stands for all that it meets."""
+    """Return the union-find representative of a slot."""
     while parents.setdefault(slot, slot) != slot:
         parents[slot] = slot = parents[parents[slot]]
     return slot
 
 
 def _groups(parents: dict[Slot, Slot]) -> list[tuple[int, dict[Var, tuple[int, ...]]]]:
-    """Variables whose slots meet, with what each slot becomes."""
+    """Return the groups of variables with tied slots; see ``MeetingSlots``."""
     every = dict.fromkeys(var for var, _ in parents)
     roots = {var: [_root(parents, (var, slot)) for slot in range(var.size)] for var in every}
     together: dict[Var, set[Var]] = {var: {var} for var in every}
@@ -248,7 +248,7 @@ class Solver:
     """Union-find over axis variables, with substitution of refined ones."""
 
     def __init__(self) -> None:
-        self.node: Node | None = None  # what is being inferred now: the author of new pins
+        self.node: Node | None = None  # the node that is being inferred: new pins name it
 
     def fresh(self, size: int) -> Expr:
         """A new variable; a single slot can never be cut, so it is a constant."""
@@ -290,7 +290,7 @@ class Solver:
             var.pin = var.pin or reason
 
     def unify(self, a: Expr, b: Expr) -> None:
-        """Make two dims the same thing: slot i of one lives or dies with slot i of the other."""
+        """Unify two dims: slot i of one lives or dies with slot i of the other."""
         a, b = self.resolve(a), self.resolve(b)
         if a is b:
             return
@@ -316,7 +316,7 @@ class Solver:
             self._unify_picked(a, b)
 
     def _unify_picked(self, a: Expr, b: Expr) -> None:
-        """Unify what is in another order with a product, or with another order."""
+        """Unify a reordered expression with a product, or with another reordered one."""
         for one, other in ((a, b), (b, a)):
             if isinstance(one, Pick) and one.is_order and isinstance(one.base, Var):
                 self._bind(one.base, pick(other, inverse(one.index)))

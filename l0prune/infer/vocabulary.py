@@ -1,7 +1,7 @@
-"""The axis of a vocabulary: rows of tables by the ids that come in, and logits that go out.
+"""The axis of a vocabulary: rows of tables that input ids choose, and output logits.
 
 Which rows are read depends on the data, so that no gate acts here and the axis is pinned in other
-plans. But ids can be given other numbers before they come in, and logits are known by their place.
+plans. But input ids can be renumbered, and logits are identified by their position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from l0prune.infer.solver import Var, variables
 from l0prune.plan.layout import Slots
 
 KIND = "vocabulary"
-# What moves ids about: which id stands somewhere changes, and no id does.
+# Operators that move ids to other positions, and change no id.
 _MOVES = (
     *IDENTITIES,
     *PERMUTATIONS,
@@ -48,7 +48,7 @@ class Vocabulary:
     """A captured model whose plan has one axis, that of its vocabulary.
 
     Attributes:
-        analysis: whose plan has the axis.
+        analysis: the analysis of the model, whose plan has the axis.
         inputs: names of the placeholders that are ids.
         outputs: for each tensor of the output the dim that is the vocabulary, if one is.
     """
@@ -60,17 +60,17 @@ class Vocabulary:
 
 @explained
 def vocabulary_of(captured: Captured, least: int) -> Vocabulary:
-    """Find the tables of which the model's ids choose rows, and the outputs that are as wide.
+    """Find the tables of which the model's ids choose rows, and the outputs over these rows.
 
     An output is of the vocabulary where the rows of a weight write it and nothing in the model
     reads it, as logits are.
 
     Args:
         captured: the model.
-        least: rows that a table has at least: of one for types or positions the ids choose, too.
+        least: the least rows of a table, as ids choose from those of types or positions, too.
 
     Raises:
-        UsageError: there is no such table, or its rows are more than a vocabulary.
+        UsageError: there is no such table, its rows are no separate axis, or tables differ in size.
     """
     take_apart(captured.program)
     infer = Inference(captured)
@@ -112,7 +112,7 @@ def vocabulary_of(captured: Captured, least: int) -> Vocabulary:
 
 
 def _given(infer: Inference, index: object) -> Iterator[str]:
-    """The inputs that an index is made of by moving them about; none where more is done to it."""
+    """Yield the inputs that an index only moves; none where an operator changes their values."""
     if not isinstance(index, Node):
         return
     if index.op == "placeholder":
@@ -129,7 +129,7 @@ def _outputs(captured: Captured) -> list[Node]:
 
 
 def _heads(infer: Inference, size: int) -> Iterator[Var]:
-    """The variables of this size along the last dim of outputs that the model does not read."""
+    """Yield the last dims of outputs of this size that weights write and the model never reads."""
     resolve = infer.solver.resolve
     read = {var for each in infer.reads for var in variables(resolve(each.expr))}
     written = {var for each in infer.writes for var in variables(resolve(each.expr))}

@@ -1,4 +1,4 @@
-"""Zeros on their way through a graph: the places of gates that make closed slots zero when read."""
+"""Propagation of zeros through a graph: where gates must act to make closed slots read as zero."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class Zeros:
         self.var = var
         self.places = places
         self.summed = {(o, read.node) for read in reads if not read.stays for o in read.operands}
-        # what a node is at a closed slot of a dim; without those dims where that depends
+        # value of a node at a closed slot, by dim; a dim is absent where the value varies
         self.numbers: dict[Node, dict[int, float]] = {}
-        # nodes whose closed slots are all alike, with the nodes of zeros that this follows from
+        # nodes that are equal at all closed slots, with the zero nodes from which this follows
         self.alike: dict[Node, frozenset[Node]] = {}
         self.carrying: dict[Node, tuple[int, ...]] = {}
 
     def at(self, node: Node) -> bool | None:
-        """Zero at a closed slot? None where the node does not carry the variable."""
+        """Return whether the node is zero at closed slots; None without the variable."""
         return self._along(node, self.dims_of(node))
 
     def end_at(self, read: Read) -> bool:
         """Check that a closed slot adds exactly nothing there.
 
         It does where it is zero, or where the weight that reads it can be made zero: but zero times
-        what is no number is none.
+        nan or infinity is nan.
         """
         dims = [(operand, self._summed_dims(read, operand)) for operand in read.operands]
         is_zero = [self._along(operand, of) is True for operand, of in dims]
@@ -67,9 +67,9 @@ class Zeros:
         return is_number and (any(is_zero) or read.place is not None or has_known_zeros)
 
     def known_zeros(self, read: Read) -> frozenset[Node] | None:
-        """The zeros from which an export can tell what closed slots added to a sum or a variance.
+        """Return the zero nodes from which closed slots' part of a sum or variance follows.
 
-        They are none where the slots are zero. None where what they added cannot be told.
+        Empty where the slots are zero, None where an export cannot compute that part.
         """
         if operator_name(read.node.target) not in TELLING or len(read.operands) != 1:
             return None
@@ -81,7 +81,7 @@ class Zeros:
         return self.alike.get(operand) if len(varying) == 1 else None
 
     def sources(self, read: Read) -> Iterator[Place]:
-        """The parameters and buffers for which what ``read`` sums up is not zero."""
+        """Yield the parameters and buffers that keep operands of ``read`` from being zero."""
         pending = [(o, dim) for o in read.operands for dim in self._summed_dims(read, o)]
         seen = set(pending)
         while pending:
@@ -97,16 +97,16 @@ class Zeros:
                 seen.update(new)
 
     def _along(self, node: Node, dims: Collection[int]) -> bool | None:
-        """Zero at a closed slot of each of these dims? None where there are none."""
+        """Return whether a node is zero at closed slots of all these dims; None without dims."""
         if not dims:
             return None
         self._follow(node)
         return all(self.numbers[node].get(dim) == 0 for dim in dims)
 
     def _follow(self, node: Node) -> None:
-        """Find the numbers of a node, and of all that it is computed from."""
+        """Find the numbers of a node, and of all nodes from which it is computed."""
         pending = [node]
-        while pending:  # by hand: graphs are deeper than Python's stack
+        while pending:  # iterative: graphs are deeper than Python's stack
             top = pending[-1]
             missing = [n for n in top.all_input_nodes if n not in self.numbers]
             if missing and top not in self.numbers and self.dims_of(top):
@@ -133,13 +133,13 @@ class Zeros:
         return numbers
 
     def _follow_alike(self, node: Node) -> None:
-        """Note a result as alike at closed slots where all its operands with slots are."""
+        """Mark the node as equal at all closed slots if all its operands with slots are."""
         carrying = [operand for operand in node.all_input_nodes if self.dims_of(operand)]
         if carrying and all(operand in self.alike for operand in carrying):
             self.alike[node] = frozenset().union(*(self.alike[operand] for operand in carrying))
 
     def _number(self, node: Node, dim: int) -> float | None:
-        """Return the number that a dim of the node is at a closed slot; None where it depends."""
+        """Return the node's constant value at a closed slot of a dim; None where it varies."""
         sources = {o: self._source_dims(o, node, dim) for o in node.all_input_nodes}
         states = [self._state(operand, dims) for operand, dims in sources.items()]
         numbers = {
@@ -154,14 +154,14 @@ class Zeros:
         return _number_after(self.infer, node, numbers, states)
 
     def _state(self, operand: Node, dims: tuple[int, ...] | None) -> bool | None:
-        """Zero along these dims? None without any, False where it is not known which they are."""
+        """Return whether an operand is zero along dims; None if empty, False if unknown."""
         return False if dims is None else self._along(operand, dims)
 
     def _source_dims(self, operand: Node, node: Node, dim: int) -> tuple[int, ...] | None:
-        """The dims of an operand whose slots those of a dim of the node are; at most one.
+        """Return the operand's dims, at most one, with the slots of a dim of the node.
 
         Of W·x, with rows and columns of W on the same axis, the output has the rows' slots. None
-        where it is not known which slots they are.
+        where the dim is unknown.
         """
         mine, theirs = self.dims_of(node), self.dims_of(operand)
         is_summed = (operand, node) in self.summed
@@ -189,14 +189,14 @@ class Zeros:
         return len(value[0] if isinstance(value, list) else value)
 
     def _summed_dims(self, read: Read, operand: Node) -> list[int]:
-        """The dims of an operand that carry the variable, but for that which the result has."""
+        """Return the operand's dims with the variable, except the one that the result keeps."""
         carried = self.infer.carried.get((read.node, operand))
         return [dim for dim in self.dims_of(operand) if dim != carried]
 
     def _is_overwritten(self, node: Node) -> bool:
-        """An in-place operator changes this value, does not keep zeros, and it is read afterwards.
+        """Check for a read after an in-place operator that does not keep the value's zeros.
 
-        What the operator itself returns is a node of its own, and speaks for itself.
+        The result of the in-place operator is a separate node with separate numbers.
         """
         writers, readers, pending = [], [], [(node, True)]
         while pending:  # through all views of the same memory
@@ -212,7 +212,7 @@ class Zeros:
         return any(writer < reader for writer in writers for reader in readers)
 
     def _keeps(self, writer: Node, written: Node) -> bool:
-        """Check that an in-place operator leaves zeros whatever its other operands are."""
+        """Check that an in-place operator keeps zeros for any values of its other operands."""
         operands = [True if each is written else None for each in writer.all_input_nodes]
         return zero_at(self.infer, writer, operands) is True
 
@@ -230,7 +230,7 @@ class Zeros:
 
 
 def _is_slot_by_slot(node: Node) -> bool:
-    """Check that each slot of the result is made of the same slots of the operands alone."""
+    """Check that each slot of the result depends only on the same slots of the operands."""
     target: Any = node.target
     is_same = zero_of(node) is zero_when_tried or operator_name(target) in IDENTITIES
     tags, schema = getattr(target, "tags", ()), schema_of(target)
@@ -239,7 +239,7 @@ def _is_slot_by_slot(node: Node) -> bool:
 
 
 def _viewed(node: Node) -> Node | None:
-    """The operand that the node gives out in another shape, unchanged; None if it does not."""
+    """Return the operand of which the node is a view without writes; None if it is no view."""
     if is_writer(node) or not may_view(node):
         return None
     first = node.args[0]
@@ -251,11 +251,11 @@ def zeroing(
 ) -> tuple[list[Place], Zeros, Read | None]:
     """Find where gates have to act to make closed slots zero at ``reads`` without a weight.
 
-    Gates on what writes the slots may not be enough: a class token, the positions or a norm's
-    shift put values there, too. Those parameters are added as the reads show that they matter,
-    and buffers where parameters do not suffice.
+    Gates on the weights that write the slots may not be enough: a class token, the positions or a
+    norm's shift put values there, too. Those parameters are added where the reads need them, and
+    buffers where parameters do not suffice.
 
-    Returns the places, what is zero then, and the first read at which a slot cannot be zero.
+    Returns the places, the zeros then, and the first read at which a slot cannot be zero.
     """
     places = list(dict.fromkeys(written))
     while True:
@@ -272,11 +272,11 @@ def zeroing(
 def when_zero(
     infer: Inference, names: Collection[str], nodes: Iterable[Node]
 ) -> dict[Node, tuple[float, frozenset[str]]]:
-    """Find what nodes are where tensors are zero all over: 0/0 is no number.
+    """Find the constant nodes where the named tensors are zero everywhere; 0/0 is nan.
 
     Returns:
-        For each node that is one number all over that number, nan where it is none or has no
-        gradient, and the names from which it follows.
+        For each node with one value everywhere this value, nan where it is undefined or has no
+        finite gradient, and the names from which it follows.
     """
     found: dict[Node, tuple[float, frozenset[str]]] = {}
     for node in nodes:
@@ -297,7 +297,7 @@ def when_zero(
 
 
 def _number_of(infer: Inference, node: Node, numbers: Mapping[Node, float]) -> float | None:
-    """The number that all of a node is where operands are such; None where it depends."""
+    """Return the one value of a node at constant operands; None where it varies."""
     if zero_of(node) is zero_when_tried:
         return tried(node, numbers)
     if not all(map(isfinite, numbers.values())):
@@ -316,7 +316,7 @@ def _number_after(
     numbers: Mapping[Node, float],
     states: Sequence[bool | None],
 ) -> float | None:
-    """Return what a node makes of such zeros, else the number that it passes on."""
+    """Return a node's value by its zero rule, else the number of the operand that it views."""
     if is_zero := zero_at(infer, node, states):
         return 0.0 if is_zero is True else nan
     viewed = _viewed(node)
@@ -324,7 +324,7 @@ def _number_after(
 
 
 def zero_at(infer: Inference, node: Node, operands: Sequence[bool | None]) -> bool | float:
-    """Return what the operator of this node makes of zeros; nan where its zero rule fails."""
+    """Apply the zero rule of a node's operator; nan where the rule fails."""
     try:
         return zero_of(node)(node, operands)
     except Exception as error:

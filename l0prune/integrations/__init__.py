@@ -1,4 +1,4 @@
-"""Callbacks for the training loops of other packages; each has a module of that package's name."""
+"""Callbacks for the training loops of other packages, in a module named after each package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from l0prune.training.pruner import Pruner
 
 
 def check_belongs(pruner: Pruner, model: nn.Module, steps: int | float) -> None:
-    """Refuse a model of which the pruner's is no part, and a run of another length."""
+    """Refuse a model that does not contain the pruner's model, and a run of another length."""
     if not any(module is pruner.model for module in model.modules()):
         raise UsageError(
             "the model in training is not the one that this L0Callback prunes: train the gated "

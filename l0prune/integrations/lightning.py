@@ -19,10 +19,10 @@ from l0prune.training.pruner import Pruner
 
 
 class L0Callback(Callback):
-    """Lets a Trainer prune: its optimizers never move the gates, its loss has no penalty.
+    """Callback that prunes in a Trainer: its optimizers never move gates, its loss has no penalty.
 
-    The gates learn by an optimizer of their own, once an optimizer step. What they are at is
-    logged under ``l0/``; their state is in the checkpoints.
+    The gates learn by a separate optimizer, once per optimizer step. The pruner's metrics are
+    logged under ``l0/``; its state is in the checkpoints.
 
     Args:
         pruner: of the module in training or a part of it, for as many steps as the run has.
@@ -33,7 +33,7 @@ class L0Callback(Callback):
         self._is_due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that all belongs together.
+        """Check that model and number of steps are the pruner's.
 
         Raises:
             UsageError: the Trainer has another model, or does another number of steps.
@@ -44,7 +44,7 @@ class L0Callback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """After accumulation: move the gates, before the first optimizer of a step."""
+        """Update the gates after accumulation, before the first optimizer of a step."""
         if not self._is_due:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = 1.0 if scaler is None else scaler.get_scale()
@@ -54,7 +54,7 @@ class L0Callback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **given: Any
     ) -> None:
-        """After an optimizer step: go on to the next, and log."""
+        """Advance the pruner by one step, and log its metrics."""
         if not self._is_due:
             return
         self._is_due = False
@@ -64,18 +64,18 @@ class L0Callback(Callback):
             pl_module.log_dict({f"l0/{name}": value for name, value in found.items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the gates stand, such that a budget is met."""
+        """Fix the gates, such that the budget is met."""
         self.pruner.finish()
         self.pruner.release_gates()
 
     def state_dict(self) -> dict[str, Any]:
-        """The gates' part of a checkpoint."""
+        """Return the pruner's part of a checkpoint."""
         return self.pruner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it up.
+        """Restore the pruner's part of a checkpoint.
 
         Raises:
-            UsageError: it is of another model or run.
+            UsageError: the part is of another model or run.
         """
         self.pruner.load_state_dict(state_dict)

@@ -6,7 +6,7 @@
     trainer.train()
     small = l0prune.export(model)
 
-The pruner's state lies as a file beside each checkpoint of the Trainer.
+The pruner's state is a file in each checkpoint folder of the Trainer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NAME = "l0prune.pt"
 
 
 def read(pruner: Pruner, folder: Path) -> None:
-    """Take up the state in a checkpoint's folder.
+    """Restore the pruner's state from a checkpoint's folder.
 
     Raises:
-        FileError: there is none, or it cannot be read.
-        UsageError: it is of another model or run.
+        FileError: there is no state, or it cannot be read.
+        UsageError: the state is of another model or run.
     """
     path = folder / NAME
     if not path.exists():
@@ -45,10 +45,10 @@ def read(pruner: Pruner, folder: Path) -> None:
 
 
 class L0Callback(TrainerCallback):  # type: ignore[misc]
-    """Lets a Trainer prune: its own optimizer never moves the gates, its own loss has no penalty.
+    """Callback that prunes in a Trainer: its optimizer never moves gates, its loss has no penalty.
 
-    The gates learn by an optimizer of their own, after accumulation and clipping. What they are at
-    is in the Trainer's log under ``l0/``, their state in its checkpoints.
+    The gates learn by a separate optimizer, after accumulation and clipping. The pruner's metrics
+    are in the Trainer's log under ``l0/``, its state in the checkpoints.
 
     Args:
         pruner: of the model that the Trainer has, for as many steps as it does.
@@ -56,13 +56,13 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, pruner: Pruner) -> None:
         self.pruner = pruner
-        # A Trainer sets it for itself, which changes what the model returns.
+        # A Trainer changes this setting, and so the model's outputs; it is restored at the end.
         self._use_cache = getattr(_config(pruner), "use_cache", None)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Check that all belongs together, and go on where a checkpoint left the gates.
+        """Check that model and steps are the pruner's, and restore its state when resuming.
 
         Raises:
             UsageError: the Trainer has another model, or does another number of steps.
@@ -76,13 +76,13 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """After accumulation and clipping: move the gates."""
+        """Update the gates after accumulation and clipping."""
         optimizer = given["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         self.pruner.before_step(optimizer, scale=1.0 if scaler is None else scaler.get_scale())
 
     def on_step_end(self, *_: Any, **given: Any) -> None:
-        """Go on to the next step."""
+        """Advance the pruner by one step."""
         self.pruner.after_step()
 
     def on_log(
@@ -93,7 +93,7 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """Add what the gates are at to what is logged."""
+        """Add the pruner's metrics to the log."""
         found = {f"l0/{name}": round(value, 6) for name, value in self.pruner.metrics().items()}
         for each in (logs, state.log_history[-1] if state.log_history else None):
             if each is not None:
@@ -102,7 +102,7 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Put the gates' state beside the rest of the checkpoint."""
+        """Write the pruner's state into the checkpoint's folder."""
         if state.is_world_process_zero:
             path = _folder(args, state.global_step) / NAME
             atomic_write(path, lambda file: torch.save(self.pruner.state_dict(), file))
@@ -110,7 +110,7 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Let the gates stand, also those of the best checkpoint, such that a budget is met."""
+        """Fix the gates, those of the best checkpoint if loaded, such that the budget is met."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             read(self.pruner, Path(state.best_model_checkpoint))
         self.pruner.finish()
@@ -124,7 +124,7 @@ def _config(pruner: Pruner) -> Any:
 
 
 def _resumed_from(args: TrainingArguments, step: int) -> Path:
-    """The checkpoint that the Trainer goes on from, of which it tells a callback only the step."""
+    """Return the checkpoint that the Trainer resumes from, of which callbacks get only the step."""
     named = args.resume_from_checkpoint
     return Path(named) if named and Path(named).is_dir() else _folder(args, step)
 

@@ -1,4 +1,4 @@
-"""The values that a network makes on its way from input to output, as plain data."""
+"""Intermediate values of a network, with their size and lifetime, as plain data."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class Activation:
     """Memory of ``scale × Π open size of dims`` bytes that the graph fills: a value and its views.
 
     It is needed from the step that makes it through the last one that reads it, both included.
-    Steps are the calls of the captured graph, counted from 0. What the model is given is there
-    from the first step on, and what it returns is needed through the last one.
+    Steps are the calls of the captured graph, counted from 0. Inputs of the model exist from the
+    first step on, and its outputs are needed through the last one.
 
     Attributes:
         owner: path of the module that makes it.
-        scale: bytes of one position, times the positions that no gate can take away.
-        dims: layouts of the others.
+        scale: bytes of one position, times the number of positions along dims without an axis.
+        dims: layouts of the other dims.
         made: the step that makes it.
         last: the last step that reads it.
-        is_fixed: it is as large whatever the batch is, made of stored tensors alone; else these
-            are the bytes of one example.
+        is_fixed: whether its size does not depend on the batch, as it is computed from stored
+            tensors alone; else ``scale`` is for one example.
     """
 
     owner: str
@@ -42,7 +42,7 @@ class Activation:
         return replace(self, made=self.made + steps, last=self.last + steps)
 
     def of_examples(self, count: float) -> Activation:
-        """Return a copy in which ``count`` of its examples make one."""
+        """Return a copy that counts ``count`` examples as one."""
         return self if self.is_fixed else replace(self, scale=self.scale * count)
 
 

@@ -1,14 +1,13 @@
 """Bits of weights and activations that are learned, as axes of a plan, and what they cost.
 
-A quantized tensor has a menu of bits b₁ < b₂ < … of which each divides the next, so that the grid
-of one lies in that of the next. Its axis has one slot for each. The first stays; the gate z of any
-other adds what its grid has more to the sum of residuals (van Baalen et al. 2020, arXiv 2005.07093,
-eq. 6):
+A quantized tensor has a menu of bits b₁ < b₂ < … of which each divides the next, so that each grid
+is a subset of the next. Its axis has one slot for each. The first stays; the gate z of any other
+adds the residual on its finer grid to the sum (van Baalen et al. 2020, arXiv 2005.07093, eq. 6):
 
     x_q = x₁ + z₂·(ε₂ + z₃·(ε₃ + …)),    so that    bits = b₁ + z₂·((b₂−b₁) + z₃·((b₃−b₂) + …)).
 
-The axis meets no tensor. A multiply-accumulate costs the bits of its weight times those of what it
-reads; in floating point 32 each.
+The axis occurs in no tensor's layout. A multiply-accumulate costs the bits of its weight times
+those of its input; in floating point 32 each.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from l0prune.plan.layout import Layouts, Slots
 from l0prune.plan.numbers import is_count
 from l0prune.plan.plan import BITS, Axis, Cost, Plan
 
-FLOAT = 32  # bits of what is not quantized
-MOST = 16  # a menu ends there: float32 holds no grid that is much finer
+FLOAT = 32  # bits of values that are not quantized
+MOST = 16  # largest bits of a menu: float32 holds no grid that is much finer
 UNIT = "bops"
 
 
@@ -37,7 +36,7 @@ def check_menu(menu: Sequence[int]) -> tuple[int, ...]:
     """Return the bits of a menu such as ``(0, 2, 4, 8, 16)`` without the 0, which is for slots.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the menu is invalid.
     """
     found = tuple(menu)
     if not all(map(is_count, found)) or found[:1] != (0,) or len(found) < 2:
@@ -56,12 +55,12 @@ def check_menu(menu: Sequence[int]) -> tuple[int, ...]:
 
 
 def name_of_weight(layer: QuantizedLayer) -> str:
-    """Return the name of the axis that has the bits of a layer's weight."""
+    """Return the name of the axis for the bits of a layer's weight."""
     return f"{layer.weight}.bits"
 
 
 def names_of_points(scheme: Scheme) -> dict[int, str]:
-    """Return the names of the axes that have the bits of what layers read, by point."""
+    """Return the names of the axes for the bits of the layers' inputs, by point."""
     found: dict[int, str] = {}
     for layer in scheme.layers:
         found.setdefault(layer.reads, f"{layer.path}.input.bits".removeprefix("."))
@@ -108,13 +107,13 @@ def without_bits(plan: Plan) -> Plan:
 
 
 def _terms(number: int, menu: Sequence[int]) -> Iterator[tuple[int, Layouts]]:
-    """Yield the bits of an axis as a sum: of each term its factor, and the slots that it needs."""
+    """Yield the bits of an axis as a sum: the factor and the required slots of each term."""
     for level, (low, high) in enumerate(pairwise((0, *menu))):
         yield high - low, tuple(Slots(number, slot, slot + 1) for slot in range(1, level + 1))
 
 
 def bit_price(plan: Plan, menu: Sequence[int]) -> CostModel:
-    """Return the price of bits, in the unit ``bits``, by which they are learned without a budget.
+    """Return the penalty on bits, in the unit ``bits``, for learning them without a budget.
 
     It is the regulariser of the paper (eq. 19 and section 4): Σ b·m/M·q₂ ⋯ q_b over all tensors and
     all bits b but the first, where q are P(z ≠ 0) of their gates, m the multiply-accumulates of the
@@ -140,7 +139,7 @@ def bit_price(plan: Plan, menu: Sequence[int]) -> CostModel:
 
 
 def bits_left(plan: Plan, open_: Tensor, menu: Sequence[int]) -> dict[str, int]:
-    """Return the bits of each tensor, by the name of their axis, with these open gates.
+    """Return the bits of each tensor under these open gates, by the name of the bits' axis.
 
     Shape: open_ bool, ``(plan.size,)``.
     """

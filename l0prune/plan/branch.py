@@ -1,4 +1,4 @@
-"""Branches of a network, as data, and under which of them something is needed."""
+"""Branches of a network, as data, and the conditions under which other parts need them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ KIND = "branch"  # of the axes that are switches: they may close completely
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A part of the network that is added to a stream, or concatenated, and serves nothing else.
+    """A part of the network that is added to a stream, or concatenated, and not used elsewhere.
 
     Attributes:
         name: of the module that computes it, unique among branches and axes.
-        tensors: the parameters with which all of it is multiplied: where they are zero, it is.
-            Empty where it is one part of concatenations.
-        size: the parameters that only it needs.
-        modules: those all of whose own work is the branch's.
-        axes: the names of those that are the part of a concatenation that it is.
-        closing: the names of those without any of which it is zero.
+        tensors: the parameters that make all of it zero where they are zero. Empty where it is
+            one part of concatenations.
+        size: the number of parameters that only it needs.
+        modules: those whose work, without that of submodules, only the branch needs.
+        axes: the names of the axes that form its part of a concatenation.
+        closing: the names of the axes each of which makes it zero once all their slots are closed.
     """
 
     name: str
@@ -31,13 +31,13 @@ class Branch:
 
 
 Needs = frozenset[frozenset[str]]
-"""Sets of branches: where all of one set are there, it is needed. The empty set: always."""
+"""Sets of branches: needed if all branches of one set are present. The empty set: always."""
 
 ALWAYS: Needs = frozenset([frozenset()])
 
 
 def shortest(wanted: Iterable[frozenset[str]]) -> Needs:
-    """Without those of which another one is a part."""
+    """Return the sets without those that contain another one."""
     every = set(wanted)
     return frozenset(each for each in every if not any(other < each for other in every))
 
@@ -49,16 +49,16 @@ def is_needed(of: Iterable[Iterable[str]], gone: Iterable[str]) -> bool:
 
 
 def vital(of: Iterable[frozenset[str]]) -> frozenset[str]:
-    """The branches without any single one of which something is not needed."""
+    """Return the branches that are in all sets: without any one of them nothing is needed."""
     return frozenset.intersection(*sets) if (sets := list(of)) else frozenset()
 
 
 def in_switches(
     of: Iterable[Iterable[str]], switches: Mapping[str, int]
 ) -> dict[frozenset[int], int]:
-    """1 where it is needed and else 0, as a polynomial: coefficients of products of switches.
+    """Return the indicator of need as a polynomial: coefficients of products of switches.
 
-    By inclusion and exclusion. Branches without a switch are there.
+    By inclusion and exclusion. Branches without a switch are always present.
     """
     terms = shortest(frozenset(name for name in each if name in switches) for each in of)
     found: dict[frozenset[int], int] = {}

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from l0prune.plan.layout import Layout, Layouts, show
 
-# Into how many equal parts code usually divides a size that it knows.
+# Numbers of equal parts into which code usually divides a size.
 PARTS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Rows of a parameter that make the queries of an attention whose scale follows its heads.
+    """Rows of a parameter behind the queries of an attention whose scale follows its head size.
 
     Attributes:
         tensor: name of the parameter.
-        dim: along which they lie.
-        ranges: of positions there, ends exclusive.
+        dim: the dim of the rows.
+        ranges: of positions along ``dim``, ends exclusive.
         head: of the queries, the dim within a head.
     """
 
@@ -32,13 +32,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class ReusedSize:
-    """A size that a module's code gives, and that is no attribute of it.
+    """A size that a module's code determines without an attribute for it.
 
     Attributes:
         module: its path.
-        read: the dim of the input whose size it takes; None where it is written into the code, or
-            worked out.
-        used: the dim that it is the size of.
+        read: the dim of the input whose size it takes; None where it is a literal in the code, or
+            computed.
+        used: the dim that has this size.
     """
 
     module: str
@@ -58,15 +58,15 @@ class ReusedSize:
 class SizedCall:
     """A call of a module's forward that is given sizes, such as those to reshape to.
 
-    Or one that depends on sizes that it takes off its inputs: a mean over these dims, a norm over
-    this one, attention with the scale of a head of this dim, or a product with 1/√size of it.
+    Or one that depends on sizes of its inputs: a mean over these dims, a norm over this one,
+    attention with the scale of a head of this dim, or a product with 1/√size of it.
 
     Attributes:
         name: of the function, as Python code calls it: ``reshape``.
-        count: how many it is given; one for all pieces of a split.
-        sizes: in their order, the dims that they are the sizes of; None for those that do not
-            change, such as all of a submodule's.
-        follows: the place of the one that the code multiplies with the batch, whose other factor
+        count: the number of sizes that it is given; one for all pieces of a split.
+        sizes: in order, the dims that have these sizes; None for sizes that do not change, such
+            as all of a submodule's.
+        follows: the index of the size that the code multiplies with the batch, whose other factor
             is among ``sizes``; it follows from those of the others.
     """
 
@@ -87,8 +87,8 @@ class Code:
     Attributes:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
         averages: the dims of its input, for a module that averages over an axis.
-        queries: what attention without a scale of its own is computed from.
-        reused: sizes that no attribute has.
+        queries: the rows that compute the queries of attention without an explicit scale.
+        reused: sizes without an attribute.
         calls: the calls that are given sizes, in order, those of submodules included.
         standardised: names of the tensors whose mean or norm over their inputs its forward takes.
     """
@@ -115,7 +115,7 @@ class Code:
         return Code(sizes, averages, tuple(queries), tuple(reused), calls, self.standardised)
 
     def cut(self, left: Callable[[str, int], Tensor]) -> Code:
-        """Return the code's sizes of a cut model; ``left`` says which positions of a dim stay."""
+        """Return the code's sizes of a cut model; ``left`` masks the kept positions of a dim."""
         queries = [
             replace(q, ranges=_ranges_left(q.ranges, left(q.tensor, q.dim))) for q in self.queries
         ]

@@ -35,7 +35,7 @@ from l0prune.plan.layout import Layouts, axes_of, constant_positions
 from l0prune.plan.plan import Cost, Plan
 
 Axes = frozenset[int] | None
-"""Numbers of the axes that a count goes through, or None for everything."""
+"""Numbers of the axes to which a count is restricted, or None for the whole network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class _Term:
 
 
 class CostModel:
-    """Cost terms of a plan as functions of its gates, each unit's for itself.
+    """Cost terms of a plan as functions of its gates, evaluated per unit.
 
-    Building it is cheap: the polynomials are worked out when first asked for.
+    Construction is cheap: the polynomials are built on first use.
 
     Args:
         plan: whose gates these are.
@@ -72,7 +72,7 @@ class CostModel:
         return round(self.dense_amount(unit, through))
 
     def dense_amount(self, unit: str, through: Axes = None) -> float:
-        """``dense`` before it is rounded to a whole number."""
+        """Return the dense count before rounding to a whole number."""
         if through is not None:
             everything = torch.ones(self.plan.size, dtype=torch.float64)
             return self.amount(everything, unit, through)
@@ -80,7 +80,7 @@ class CostModel:
         return sum(cost.scale * prod(dim.size for dim in cost.dims) for cost in terms)
 
     def reachable(self, unit: str) -> float:
-        """The share of the dense count that is gone once every gate is closed, from 0 to 1."""
+        """Return the share of the dense count removed with every gate closed, from 0 to 1."""
         return reachable(cost for cost in self.costs if cost.unit == unit)
 
     def actual(self, open_: Tensor, unit: str, through: Axes = None) -> int:
@@ -94,14 +94,14 @@ class CostModel:
         return round(self.amount(self.plan.kept(open_).to(torch.float64), unit, through))
 
     def amount(self, kept: Tensor, unit: str, through: Axes = None) -> float:
-        """The cost of a model with these slots: 1 for those that stay, else 0, ``(plan.size,)``."""
+        """Return the cost of a model with ``kept`` slots: 1 if kept, else 0, ``(plan.size,)``."""
         values = self._compiled(unit, kept.device).values(kept)
         if through is not None:
             values = values * values.new_tensor(self._counted(unit, through))
         return float(values.sum())
 
     def _counted(self, unit: str, through: Axes) -> list[float]:
-        """1 for each term that one of these axes could take away, else 0."""
+        """Return 1 for each term that depends on one of these axes, else 0; all 1 for None."""
         return [
             float(through is None or not term.axes.isdisjoint(through))
             for term in self._terms_in(unit)
@@ -154,7 +154,7 @@ class CostModel:
     def _polynomial(
         self, unit: str, device: torch.device, weights: tuple[float, ...] | None, through: Axes
     ) -> SumPolynomial:
-        """The sum of all terms, each times the mean price of the axes that share it."""
+        """Return the sum of all terms, each times the mean price of its axes."""
         key = (unit, device, weights, through)
         if key not in self._polynomials:
             prices = None
@@ -190,7 +190,7 @@ class CostModel:
 
     @cached_property
     def _terms(self) -> dict[str, list[_Term]]:
-        """The expected counts as polynomials, with equal terms of one module put together."""
+        """The expected counts as polynomials, with equal terms of one module merged."""
         merged: dict[str, dict[tuple[str, frozenset[int], Monomial], float]] = {
             cost.unit: defaultdict(float) for cost in self.costs
         }
@@ -203,7 +203,7 @@ class CostModel:
 def expanded(
     sums: Sums, scale: float, dims: Layouts
 ) -> Iterator[tuple[frozenset[int], Monomial, float]]:
-    """``scale × Π E[open size]`` as monomials in sums: its axes, its factors, its coefficient."""
+    """Yield ``scale × E[Π open size]`` as monomials in sums: axes, factors, coefficient."""
     counts = multiply([sums.size(dim) for dim in dims])
     for counted, times in counts.items():
         axes = sums.axes(counted)
@@ -215,7 +215,7 @@ _known: WeakValueDictionary[int, CostModel] = WeakValueDictionary()
 
 
 def cost_of(plan: Plan) -> CostModel:
-    """The plan's cost model: one for all who ask, as long as any of them holds it."""
+    """Return the plan's cost model, shared while any caller holds a reference to it."""
     found = _known.get(id(plan))
     if found is None or found.plan is not plan:
         found = _known[id(plan)] = CostModel(plan)
@@ -223,7 +223,7 @@ def cost_of(plan: Plan) -> CostModel:
 
 
 def reachable(costs: Iterable[Cost]) -> float:
-    """The share of the dense count of these terms that some axis can take away, from 0 to 1."""
+    """Return the share of the dense count of these terms that axes can remove, from 0 to 1."""
     total = whole = 0.0
     for cost in costs:
         total += cost.scale * prod(dim.size for dim in cost.dims)
@@ -243,14 +243,14 @@ def group_weights(plan: Plan, axis_weights: Sequence[float] | None = None) -> Te
 
 
 class Amounts:
-    """The expected sizes of some things under the gates of a plan, exact for independent gates.
+    """Expected sizes of costs or activations under a plan's gates, exact for independent gates.
 
     Args:
         plan: whose gates these are.
         things: such as ``plan.costs`` or ``plan.activations``.
 
     Raises:
-        UsageError: there are none.
+        UsageError: ``things`` is empty.
     """
 
     def __init__(self, plan: Plan, things: Iterable[Cost | Activation]) -> None:

@@ -3,11 +3,11 @@
 The size of a layout is a polynomial in *counts*: how many slots of a range are open, or how many
 positions of a ``Gated``. Gates are independent, so the expectation of a product of counts of
 different ranges is the product of their expectations. Counts that share gates (a Linear that
-reads and writes one residual stream) are taken apart by the moment-cumulant formula
+reads and writes one residual stream) are expanded by the moment-cumulant formula
 
     E[X₁ ⋯ Xₙ] = Σ over set partitions π of Π over blocks B of π of κ(B),
 
-and a joint cumulant κ of sums is the sum of the cumulants of those summands that hang together
+and a joint cumulant κ of sums is the sum of the cumulants of those summands that are connected
 through common gates: all others vanish. For one count, κ(N, N) = Σ p(1−p), hence
 E[N²] = (Σp)² + Σ p(1−p).
 
@@ -60,7 +60,7 @@ class Sums:
     Attributes:
         lengths: how many gates each range has; together they cover the flat vector.
         rows: for each later sum, indices into the flat vector, shape ``(terms, factors)``, where
-            ``plan.size`` stands for 1, and the terms' coefficients, shape ``(terms,)``.
+            ``plan.size`` means 1, and the terms' coefficients, shape ``(terms,)``.
     """
 
     def __init__(self, plan: Plan, layouts: Iterable[Layout]) -> None:
@@ -125,7 +125,7 @@ class Sums:
                 yield self._ranges[offset + start, offset + stop]
 
     def _counted(self, layout: Gated | Pick) -> int:
-        """The number of open positions of a layout that is looked at position by position."""
+        """Return the number of the sum that counts a layout's open positions one by one."""
         number = self._one_by_one.get(layout)
         if number is None:
             positions = distinct(self._plan.gate_table(layout).T, self._plan.size)
@@ -140,7 +140,7 @@ class Sums:
         return len(self) - 1
 
     def _dependent_groups(self, monomial: Monomial) -> list[Monomial]:
-        """The counts of a monomial, in groups that have no gate in common."""
+        """Return the counts of a monomial in groups that share no gate with each other."""
         groups: list[Monomial] = []
         for number in monomial:
             touching = [g for g in groups if any(self._share(number, other) for other in g)]
@@ -162,7 +162,7 @@ class Sums:
         return result
 
     def _cumulant(self, block: Monomial) -> int:
-        """The sum that holds the joint cumulant of the counts in ``block``."""
+        """Return the number of the sum with the joint cumulant of the counts in ``block``."""
         if len(block) == 1:
             return block[0]
         number = self._cumulants.get(block)
@@ -183,7 +183,7 @@ def _cuts(plan: Plan, layouts: Iterable[Layout]) -> list[list[int]]:
 
 
 def _counted_leaves(layout: Layout) -> Iterator[Slots]:
-    """The ranges of gates that are counted on their own; others count positions instead."""
+    """Yield the ranges counted as a whole; other layouts are counted position by position."""
     if isinstance(layout, Pick) and not layout.is_order:
         return
     if isinstance(layout, Gated) and axes_of(layout.base) and axes_of(layout.fine):
@@ -228,10 +228,10 @@ def _connected(tables: Sequence[Tensor], one: int) -> Tensor:
 
     Args:
         tables: the gates of each position, shape ``(positions, gates)``, filled up with ``one``.
-        one: index that stands for no gate.
+        one: index that means no gate.
 
     Shape: ``(tuples, len(tables))``. A connected tuple stays connected without some member of
-    it, so that every one is found by joining each member in turn to what the others make.
+    it, so every one is found by joining each member in turn to connected tuples of the others.
     """
     count = len(tables)
     if count == 1:
@@ -250,7 +250,7 @@ def _connected(tables: Sequence[Tensor], one: int) -> Tensor:
 
 
 def _matches(left: Tensor, right: Tensor, one: int) -> tuple[Tensor, Tensor]:
-    """Rows of ``left`` and of ``right`` that have a gate in common, as two lists of row numbers."""
+    """Return the pairs of rows of ``left`` and ``right`` that share a gate, as two vectors."""
     sorted_gates, order = right.flatten().sort()
     begin = torch.searchsorted(sorted_gates, left.flatten())
     end = torch.searchsorted(sorted_gates, left.flatten(), right=True)
@@ -279,7 +279,7 @@ def _cumulant_terms(tables: Sequence[Tensor], tuples: Tensor, one: int) -> tuple
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, entered only where someone builds a graph of the gradient.
+    """Apply torch's ``once_differentiable`` only where a graph of the gradient is built.
 
     Elsewhere autograd is off already, and switching it off once more would cost a small model
     more than the pass itself.
@@ -296,7 +296,7 @@ _SMALL = 128  # sums, up to which a product with a dense matrix costs no more th
 
 
 class SumTable:
-    """The values of all sums of a ``Sums``, and the way back from their gradients to gates.
+    """Values of all sums of a ``Sums``, and gradients of the gates from those of the sums.
 
     Attributes:
         size: number of sums.
@@ -363,7 +363,7 @@ class _Products:
 
 
 class Terms:
-    """A polynomial in the sums of a ``SumTable``: a coefficient and a few factors a term.
+    """A polynomial in the sums of a ``SumTable``: per term a coefficient and a few factors.
 
     Attributes:
         coefficients: one per term, shape ``(terms,)``.
@@ -440,11 +440,11 @@ class _EachTerm(Function):
 
 
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From the sums to the value of a polynomial in them and its gradient, shape ``(sums,)``."""
+"""Function of the sums that returns a polynomial's value and gradient, shape ``(sums,)``."""
 
 
 def _quadratic(columns: Sequence[Tensor], coefficients: Tensor, size: int) -> Form:
-    """A polynomial of degree 2 as xᵀMx: products with small matrices."""
+    """Return a polynomial of degree 2 as the form xᵀMx, evaluated with small dense matrices."""
     first, last = columns[0], columns[-1] if len(columns) == 2 else torch.zeros_like(columns[0])
     matrix = coefficients.new_zeros(size, size)
     matrix.index_put_((first, last), coefficients, accumulate=True)
@@ -469,7 +469,7 @@ class SumPolynomial:
 
 
 class _Evaluate(Function):
-    """One node of the graph; the gradient is known before anybody asks for it."""
+    """Autograd node of a sum polynomial; the forward already computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, polynomial: SumPolynomial, dtype: torch.dtype) -> Tensor:
@@ -485,7 +485,7 @@ class _Evaluate(Function):
 
 
 class Collector:
-    """Adds up the entries of a vector that share an index, always in the same order."""
+    """Sums of the entries of a vector that share an index, always in the same order."""
 
     def __init__(self, index: Tensor, size: int, device: torch.device) -> None:
         self._order = torch.argsort(index, stable=True).to(device)
@@ -511,5 +511,5 @@ def products_of_others(first: Tensor, factors: Sequence[Tensor]) -> list[Tensor]
 
 
 def precision(device: torch.device) -> torch.dtype:
-    """Counts run to 10^10 and more, so float64; Apple's GPUs have none."""
+    """Return float64, as counts reach 10^10 and more; float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -1,7 +1,7 @@
 """Settings for some axes or modules, chosen by name or glob.
 
-A text that is a name means that one, whatever is in it (``blocks[0]``); any other is a glob. One
-that matches nothing is a mistake: a layer that was to be protected must not be cut for a typo.
+A text equal to a name selects that name, whatever its characters (``blocks[0]``); any other text is
+a glob. A glob without a match is an error: a typo must not leave a layer unprotected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def per_axis(
 def by_rules(
     names: Sequence[str], rules: Sequence[tuple[str, float]], default: Default, what: str
 ) -> list[float | Default]:
-    """For each name of an axis the value of the first rule, a glob with a value, to match it."""
+    """Return for each axis name the value of the first rule, a glob with a value, to match it."""
     values: list[float | Default] = [default] * len(names)
     for glob, value in reversed(rules):
         for number in matching(names, glob, what):
@@ -51,9 +51,9 @@ def named(names: Sequence[str], globs: Globs, what: str, of_what: str) -> list[s
 
 
 def matching(names: Sequence[str], glob: str, what: str, of_what: str = "gated axis") -> list[int]:
-    """Numbers of the names that are meant.
+    """Return the indices of the names that a name or glob selects.
 
-    ``what`` names the setting, and ``of_what`` what the names are names of, for people.
+    ``what`` names the setting, and ``of_what`` the kind of the names, for messages.
 
     Raises:
         UsageError: there is none.
@@ -71,6 +71,6 @@ def matching(names: Sequence[str], glob: str, what: str, of_what: str = "gated a
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """The names of the axes, for people; the first ones where there are many."""
+    """Return a text that lists the names; only the first ``most`` where there are more."""
     first = ", ".join(names[:most])
     return f"{first}, … ({len(names)} in all)" if len(names) > most else first

@@ -1,7 +1,7 @@
-"""Layers of a network that are in eight bits, and the values that they read and write.
+"""Layers of a network quantized to eight bits, and the values that they read and write.
 
-Plain data. A *point* is a value of the network that is put on a grid of 256 numbers. Layers read
-one each; a convolution writes one, past the BatchNorm that follows it.
+Plain data. A *point* is a value of the network that is rounded to a grid of 256 numbers. Each layer
+reads one; a convolution writes one, after the BatchNorm that follows it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class QuantizedLayer:
     Attributes:
         path: of the module.
         weight: name of its weight in the model.
-        reads: number of the point that its input is.
-        quantizes: whether it puts its input on that grid; else what it reads is on it.
+        reads: number of the point that is its input.
+        quantizes: whether it rounds its input to that grid; else the input already is on it.
         writes: number of the point that it writes; None for none.
-        adds_to: number of the point of the sum that it is part of; None for none.
+        adds_to: number of the point of the sum that its output is added to; None for none.
     """
 
     path: str
@@ -43,11 +43,11 @@ class Scheme:
 
     Attributes:
         layers: of the network.
-        bounds: of each point, the least and largest number that what follows tells apart: 0 and
-            infinity before a ReLU.
-        outputs: by path of a module, the number of the point that its output is.
+        bounds: of each point, the least and largest number that the next operator distinguishes:
+            0 and infinity before a ReLU.
+        outputs: by path of a module, the number of the point that is its output.
         sums: the same of modules that return a sum. Sums along a residual stream have one point,
-            that of what the stream begins with, so that a branch can go without a trace.
+            that of the stream's first value, so that a branch can be removed without a trace.
     """
 
     layers: tuple[QuantizedLayer, ...]
@@ -78,8 +78,8 @@ class Ranges:
     Attributes:
         scheme: what is in eight bits.
         least, most: of each point, with 0 between.
-        counts: steps that each point's range is from; 0 where it is not known.
-        largest: integer of a weight, by magnitude.
+        counts: number of steps that each point's range is from; 0 where it is not known.
+        largest: the largest integer of a weight, by magnitude.
         menu: bits of which those of each tensor are learned; empty where all have eight.
         bits: those that were learned, for a file.
     """
@@ -117,10 +117,10 @@ class Ranges:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read what ``to_dict`` made, of a file that may hold anything.
+        """Read the result of ``to_dict`` from untrusted data.
 
         Raises:
-            ValueError, TypeError, LookupError: it is none.
+            ValueError, TypeError, LookupError: the data is invalid.
         """
         scheme = given["scheme"]
         layers = tuple(QuantizedLayer(**each) for each in scheme["layers"])

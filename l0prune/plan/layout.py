@@ -1,4 +1,4 @@
-"""Layouts: what the slots along one dimension of a tensor stand for.
+"""Layouts: the meaning of the positions along one dimension of a tensor, in slots of axes.
 
 A layout reads like einops. ``Slots`` names slots of an axis, ``Const`` a dimension that is no
 axis (batch, height, time); ``Cat`` puts layouts one after another, ``Prod`` nests them in
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Leaf(Protocol):
-    """A part of a term that has no parts: slots of an axis, or a variable of the solver."""
+    """A term without children: slots of an axis, or a variable of the solver."""
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ L = TypeVar("L", bound=Leaf, covariant=True)
 class Const:
     """``size`` positions that belong to no axis: batch, height, time, an image's colours.
 
-    ``what`` they are is said to people, and whether the model's input has them; these are no data.
+    ``what`` (for messages) and ``is_input`` (of the model) are neither compared nor serialized.
     """
 
     size: int
@@ -79,7 +79,7 @@ class Prod(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Pick(Generic[L]):
-    """Position ``index[i]`` of ``base`` at i: in another order, left out or several times."""
+    """Positions of ``base`` by index: reordered, left out or repeated."""
 
     base: Term[L]
     index: tuple[int, ...]
@@ -97,7 +97,7 @@ class Pick(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """Layout whose positions have gates of their own: one is alive where both layouts are."""
+    """Layout with a separate gate per position: alive where ``base`` and ``fine`` both are."""
 
     base: Layout
     fine: Layout
@@ -108,17 +108,17 @@ class Gated:
         return self.base.size
 
 
-# What the slots along a dim are: of variables while they are inferred, then of a plan's slots.
+# Layout of a dim: over the solver's variables during inference, over slots of axes in a plan.
 Term: TypeAlias = "Const | L | Cat[L] | Prod[L] | Pick[L]"
 
 
 def picked(base: Layout, index: tuple[int, ...]) -> Layout:
-    """Positions of ``base``; of one without any axis they are a constant."""
+    """Return these positions of ``base``; a constant if ``base`` has no axis."""
     return Pick(base, index) if axes_of(base) else Const(len(index))
 
 
 def children(term: Term[Any]) -> tuple[Any, ...]:
-    """Return the terms that a term is directly made of."""
+    """Return the direct children of a term."""
     match term:
         case Cat(parts):
             return parts
@@ -146,14 +146,14 @@ def axes_of(layout: Layout) -> frozenset[int]:
 
 
 def substitute(term: Term[Any], leaf: Callable[[Any], Layout]) -> Layout:
-    """Return the layout with ``leaf(part)`` for each part without parts that is no constant."""
+    """Replace each leaf of a term that is not a constant by ``leaf(part)``."""
     if isinstance(term, Const | Cat | Prod | Gated | Pick):
         return with_children(term, lambda child: substitute(child, leaf))
     return leaf(term)
 
 
 def with_children(layout: Term[Any], convert: Callable[[Any], Layout]) -> Layout:
-    """The layout with each of those that it is directly made of converted."""
+    """Return the layout with ``convert`` applied to each direct child."""
     match layout:
         case Cat(parts):
             return Cat(tuple(map(convert, parts)))
@@ -173,7 +173,7 @@ def only(layout: Layout, axes: frozenset[int]) -> Layout:
 
 
 def without_factors(layout: Layout, axes: Collection[int]) -> Layout:
-    """The layout with each product that has one of these axes for a factor without it."""
+    """Remove the factors that are slots of these axes from every product of the layout."""
     if isinstance(layout, Prod):
         left = tuple(f for f in layout.factors if not (isinstance(f, Slots) and f.axis in axes))
         if len(left) == 1 < len(layout.factors):
@@ -253,7 +253,7 @@ Layouts: TypeAlias = tuple[Layout, ...]
 
 
 def outer(layout: Layout, size: int) -> Layout:
-    """The leading ``size`` positions' worth of a product: the groups of groups × channels."""
+    """Return the leading factors with ``size`` positions: the groups of groups × channels."""
     match layout:
         case Cat(parts):
             whole = layout.size
@@ -273,7 +273,7 @@ def outer(layout: Layout, size: int) -> Layout:
 def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tensor:
     """Return the entries of the flat gate vector that multiply at each position.
 
-    ``flat`` says where slots lie in that vector, ``one`` stands for no gate.
+    ``flat`` gives the range of slots in that vector, ``one`` is the index that means no gate.
 
     Shape: ``(factors, layout.size)``, int64; no rows where the layout has no axis.
     """
@@ -298,7 +298,7 @@ def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tens
 
 
 def constant_positions(layout: Layout) -> int:
-    """Count the positions along the dimension that no axis can take away."""
+    """Count the positions along the dimension that no gate can remove."""
     match layout:
         case Const(size):
             return size
@@ -314,7 +314,7 @@ def constant_positions(layout: Layout) -> int:
 
 
 def _side_by_side(tables: list[Tensor], one: int) -> Tensor:
-    """Concatenate along positions, filling up with ones to the deepest table."""
+    """Concatenate along positions, padding with ``one`` to the deepest table."""
     depth = max((table.shape[0] for table in tables), default=0)
     return torch.cat(
         [

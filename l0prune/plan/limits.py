@@ -28,7 +28,7 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.widths import axes_written, out_of_reach, tensors_of_layers
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
-_FEWEST = 10  # no network is smaller
+_FEWEST = 10  # least plausible count of a network
 _HELP = (
     "write macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
     "'layer3.*: width=0.5'"
@@ -80,11 +80,11 @@ class Limit:
         return self.amount if self.is_share else self.amount / dense
 
     def most(self, dense: float) -> float:
-        """The largest amount that it allows a network of which the dense one has ``dense``."""
+        """Return the largest allowed amount for a dense amount of ``dense``."""
         return self.amount * dense if self.is_share else self.amount
 
     def axes(self, plan: Plan) -> frozenset[int] | None:
-        """Numbers of the axes that are meant; None for the whole network.
+        """Return the numbers of the axes that the glob selects; None for the whole network.
 
         Raises:
             UsageError: no gated axis has such a name, and no layer of such a path writes one.
@@ -161,7 +161,7 @@ def _parse(text: str) -> Limit:
 
 
 def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:
-    """A limit in the measure's own unit, from an amount that is no share."""
+    """Return a limit in the measure's unit, from an amount that is not a share."""
     suffixes = kind_of(name).suffixes
     if suffix not in suffixes:
         units = ", ".join(f"{name}={value:g}{each}" for each in suffixes if each)
@@ -187,8 +187,8 @@ class Bound:
 
     Attributes:
         limit: as the user gave it.
-        measure: what it is about.
-        through: numbers of the axes that are meant; None for the whole network.
+        measure: the measure that it limits.
+        through: numbers of the axes that it covers; None for the whole network.
         dense: the amount with all gates open.
         most: the largest amount that is allowed.
         share: the same as a share of the dense amount, at most 1.
@@ -225,7 +225,7 @@ class Bound:
         return self.measure.expected(p, p.dtype, self.through) / self.dense
 
     def gates(self) -> Tensor:
-        """Gates that take something away of it; bool, flat."""
+        """Return the gates that can reduce the limited amount; bool, flat."""
         axes, plan = self.measure.axes, self.measure.plan
         wanted = axes if self.through is None else axes & self.through
         result = torch.zeros(plan.size, dtype=torch.bool)
@@ -237,10 +237,10 @@ class Bound:
 def bounds(
     plan: Plan, wanted: Sequence[Limit], sources: Sequence[Source] = ()
 ) -> tuple[Bound, ...]:
-    """These limits on a network with this plan.
+    """Return the bounds that these limits set on a network with this plan.
 
-    Where a glob asks for a width that an axis of several cannot have, what comes closest is its
-    bound, and a warning says why.
+    Where a glob over several axes asks for a width that one of them cannot have, the closest
+    possible width is its bound, and a warning says why.
 
     Raises:
         UsageError: one of them makes no sense there, or its measure takes a source that is not
@@ -261,7 +261,7 @@ def bounds(
 
 
 def _set_within_reach(plan: Plan, of_axes: Sequence[Bound], wanted: Sequence[Limit]) -> None:
-    """Make the bounds of single axes what these can come to; see ``bounds``."""
+    """Replace the bounds of single axes by widths that these can have; see ``bounds``."""
     by_axis = {number: bound for bound in of_axes for number in bound.through or ()}
     asked = {number: round(bound.most) for number, bound in by_axis.items()}
     missed = out_of_reach(plan, asked)
@@ -280,13 +280,13 @@ def _set_within_reach(plan: Plan, of_axes: Sequence[Bound], wanted: Sequence[Lim
         warn(f"not every width can be as asked: {'; '.join(each[:3])}{more}")
 
 
-_LITTLE = 0.05  # of an axis' slots, or one: where half of the axes keep no more, little is left
-_WIDE = 8  # axes of fewer slots do not tell
+_LITTLE = 0.05  # of an axis' slots, at least one: warn if half of the axes keep no more
+_WIDE = 8  # axes of fewer slots are not considered
 _HALVINGS = 12
 
 
 def warn_of_little(plan: Plan, wanted: Sequence[Bound]) -> None:
-    """Warn of bounds that leave almost nothing where slots of all axes are closed alike."""
+    """Warn of bounds that leave almost nothing if all axes keep an equal share of slots."""
     for bound in wanted:
         counted = bound.gates()
         axes = [axis for axis in plan.axes if axis.size >= _WIDE and counted[axis.start]]
@@ -308,7 +308,7 @@ def warn_of_little(plan: Plan, wanted: Sequence[Bound]) -> None:
 
 
 def _alike(plan: Plan, bound: Bound) -> Tensor:
-    """Return the open gates of the largest part of each axis that meets a bound, or one slot."""
+    """Return open gates with the largest equal share of each axis that meets a bound."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

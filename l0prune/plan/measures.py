@@ -30,10 +30,10 @@ class Measure(ABC):
     is called and what is expected of it. A budget may then be about it: ``"memory=0.5"``.
 
     Attributes:
-        name: what a budget says: letters, digits, ``-`` and ``_``.
-        label: what people are shown.
-        suffixes: what may stand after an amount, and how much it is. The first is the unit in
-            which all amounts of this measure are, 1 of it; ``""`` where that has no name. Such as
+        name: its name in budgets: letters, digits, ``-`` and ``_``.
+        label: its name in messages and reports.
+        suffixes: the suffixes of an amount, with their values. The first one is the unit of all
+            amounts of this measure, with the value 1; ``""`` where that has no name. Such as
             ``{"ms": 1.0, "us": 1e-3, "s": 1e3}``.
         each_axis: whether a limit is about each axis by itself, in whole slots of which one is
             always allowed, instead of about all of them together.
@@ -74,7 +74,7 @@ class Measure(ABC):
     def actual(self, open_: Tensor, through: Axes = None) -> float:
         """The amount of the model that an export with these open gates makes.
 
-        It may go up and down in steps. By default it is what is expected of certain gates.
+        It may be a step function. By default it is the expected amount of gates that are 0 or 1.
 
         Args:
             open_: bool per gate, shape ``(plan.size,)``.
@@ -88,7 +88,7 @@ class Measure(ABC):
         return self.actual(torch.ones(self.plan.size, dtype=torch.bool), through)
 
     def reachable(self) -> float:
-        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        """Return the share of the dense amount removed with every gate closed, from 0 to 1."""
         nothing = torch.zeros(self.plan.size, dtype=torch.float64)
         dense = self.dense()
         return (dense - float(self.expected(nothing))) / dense if dense else 0.0
@@ -99,9 +99,9 @@ class Measure(ABC):
         return frozenset(range(len(self.plan.axes)))
 
     def by_owner(self, kept: Tensor) -> dict[str, float]:
-        """Return each module's amount, by path, where it can be told apart.
+        """Return each module's amount by path, as far as it can be attributed.
 
-        An amount of no module, such as an overhead that no gate removes, has a text of its own.
+        An amount of no module, such as an overhead that no gate removes, has a separate key.
 
         Args:
             kept: 1 for each slot that stays, else 0; float64, shape ``(plan.size,)``.
@@ -109,33 +109,33 @@ class Measure(ABC):
         return {}
 
     def blocks(self) -> list[int] | None:
-        """For each axis in how many slots at once it is worth cutting; None: it does not matter."""
+        """Return for each axis the number of slots worth cutting at once; None for any number."""
         return None
 
     def observed(self, model: nn.Module) -> float | None:
-        """The real amount of an export of this gated model, its gates as they stand now.
+        """Return the observed amount of an export of this gated model with its present gates.
 
-        None where there is no more to observe than ``actual`` says. The model has to be left as it
-        is. Where several processes train together only the first is asked, and the others wait.
+        None where an observation would add nothing to ``actual``. The model must not be changed.
+        Where several processes train together only the first calls this, and the others wait.
         """
         return None
 
     @classmethod
     def show(cls, amount: float) -> str:
-        """An amount for people, in messages."""
+        """Format an amount for messages."""
         number = f"{amount:.3g}" if abs(amount) < 1000 else f"{amount:,.0f}"
         return f"{number} {next(iter(cls.suffixes))}".strip()
 
     @classmethod
     def brief(cls, amount: float) -> str:
-        """An amount for people, in a line or a table: three digits or so."""
+        """Format an amount for a line or a table: about three digits."""
         return cls.show(amount)
 
 
 class Source(Protocol):
     """Factory of a measure that needs more than a plan, such as a table of times.
 
-    Its text (``str``) says which one it is: a run goes on only with the same.
+    Its text (``str``) identifies it: a run resumes only with the same source.
     """
 
     @property
@@ -153,7 +153,7 @@ class Source(Protocol):
 class SumOfTerms(Measure):
     """``Σ scale × Π open size of dims``: exact under independent gates, in one evaluation.
 
-    A subclass may take the terms for what gates learn by only, and say itself what is ``actual``.
+    A subclass may use the terms for the expected amount only, and override ``actual``.
 
     Attributes:
         costs: the terms.
@@ -181,7 +181,7 @@ class SumOfTerms(Measure):
         return self.costs.dense_amount(self.name, through)
 
     def reachable(self) -> float:
-        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        """Return the share of the dense amount removed with every gate closed, from 0 to 1."""
         return self.costs.reachable(self.name)
 
     @property
@@ -202,7 +202,7 @@ _SUFFIX = re.compile(r"[^\W\d_]*")
 
 
 def register(kind: M) -> M:
-    """Class decorator: let budgets be about a measure.
+    """Class decorator: register a measure for use in budgets.
 
     Raises:
         UsageError: it is no measure, or another one has its name.
@@ -237,7 +237,7 @@ def names() -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> type[Measure]:
-    """The measure of this name.
+    """Return the measure class of this name.
 
     Raises:
         UsageError: there is none.
@@ -252,12 +252,12 @@ def kind_of(name: str) -> type[Measure]:
 
 
 def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure:
-    """The measure of this name of a network with this plan.
+    """Return the measure of this name for a network with this plan.
 
-    ``sources`` make measures that a plan alone does not.
+    ``sources`` make the measures that need more than a plan.
 
     Raises:
-        UsageError: there is none, or it takes a source that is not there.
+        UsageError: there is no such measure, or it takes a source that is not given.
     """
     for source in sources:
         if source.name == name:
@@ -269,7 +269,7 @@ _LARGE = ["", " k", " M", " G", " T"]
 
 
 class Count(SumOfTerms):
-    """A whole number of things that a network has."""
+    """Measure that is a whole number, such as parameters or MACs."""
 
     suffixes: ClassVar = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -283,12 +283,12 @@ class Count(SumOfTerms):
 
     @classmethod
     def show(cls, amount: float) -> str:
-        """All digits: ``77,312``."""
+        """Format an amount with all digits: ``77,312``."""
         return f"{round(amount):,}"
 
     @classmethod
     def brief(cls, amount: float) -> str:
-        """Three digits: ``77.3 k``."""
+        """Format an amount with three digits: ``77.3 k``."""
         value, units = float(amount), list(_LARGE)
         while value >= 999.5 and len(units) > 1:
             value /= 1000
@@ -363,7 +363,7 @@ class Latency(SumOfTerms):
 
     @classmethod
     def of(cls, plan: Plan) -> Measure:
-        """Refused, as a UsageError: a plan does not say how fast a machine is."""
+        """Raise UsageError: a plan alone does not determine the latency on a machine."""
         raise UsageError(
             f"a budget in {cls.name} needs the times of this network on the machine that will "
             "serve it: `l0prune measure model.gated.pt` writes a table, to be given as "
@@ -373,10 +373,10 @@ class Latency(SumOfTerms):
 
 @register
 class Bops(Count):
-    """Bits of the weight times bits of what it meets, of all multiply-accumulates of one example.
+    """Weight bits times input bits, summed over all multiply-accumulates of one example.
 
-    They are 32 each in floating point, and so in the dense network; see ``plan/bits.py`` for those
-    that are learned. The expected amount is exact for independent gates.
+    Both are 32 in floating point, and so in the dense network; see ``plan/bits.py`` for learned
+    bits. The expected amount is exact for independent gates.
     """
 
     name, label = "bops", "BOPs"
@@ -391,7 +391,7 @@ class Bops(Count):
         return self._float.dense(self.name, through)
 
     def reachable(self) -> float:
-        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        """Return the share of the dense amount removed with every gate closed, from 0 to 1."""
         return Measure.reachable(self)
 
 

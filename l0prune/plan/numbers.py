@@ -1,4 +1,4 @@
-"""Bounds of the numbers that users and files give, so that none asks for more than there can be."""
+"""Checks of numbers from users and files against bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = 1e12  # of prices, rates and milliseconds
 
 
 def check_whole(name: str, number: object, least: int = 1, most: int = MOST) -> None:
-    """Raise UsageError for what is no whole number within bounds."""
+    """Raise UsageError unless ``number`` is a whole number within bounds."""
     if type(number) is not int or not least <= number <= most:
         raise UsageError(
             f"{name} must be a whole number from {least:,} to {most:,}, not {_shown(number)}"
@@ -23,7 +23,7 @@ def check_whole(name: str, number: object, least: int = 1, most: int = MOST) -> 
 
 
 def check_number(name: str, number: object, least: float = 0.0, most: float = LARGEST) -> None:
-    """Raise UsageError for what is no finite number within bounds."""
+    """Raise UsageError unless ``number`` is a finite number within bounds."""
     if not is_number(number, least, most):
         raise UsageError(
             f"{name} must be a number from {least:g} to {most:g}, not {_shown(number)}"
@@ -36,7 +36,7 @@ def is_number(number: object, least: float = 0.0, most: float = LARGEST) -> bool
 
 
 def is_count(number: object, most: int = 2**63 - 1) -> bool:
-    """Return whether this is a whole number from 0 on."""
+    """Return whether this is a whole number from 0 to ``most``."""
     return type(number) is int and 0 <= number <= most
 
 
@@ -49,10 +49,10 @@ _TOLERANCE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*")
 
 
 def tolerance_of(given: float | str) -> float:
-    """Return a tolerance as a part of 1.
+    """Return a tolerance as a fraction of 1.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not between 0 and 1.
     """
     if isinstance(given, str):
         matched = _TOLERANCE.fullmatch(given)

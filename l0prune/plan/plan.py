@@ -38,14 +38,14 @@ BITS = "bits"  # kind of the axes that are bits of a tensor, not slots of one
 
 
 def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Tensor]:
-    """The layout of the positions that stay, and which do.
+    """Return the layout of the kept positions, and their mask.
 
     Args:
-        layout: of some positions.
-        kept: by the number of an axis which of its slots stay, bool.
+        layout: the layout to narrow.
+        kept: from the number of an axis to the mask of its kept slots, bool.
 
     Returns:
-        The layout of those that stay, in their order, and a mask over the positions, bool, shape
+        The layout of the kept positions, in order, and a mask over all positions, bool, shape
         ``(layout.size,)``.
     """
     match layout:
@@ -78,7 +78,7 @@ def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Ten
 
 
 def those(layout: Layout, mask: Tensor, wanted: Tensor) -> Layout:
-    """The positions ``wanted`` of a layout of those in ``mask``; both bool over all of them."""
+    """Return the positions ``wanted`` of a layout of the positions in ``mask``; both bool masks."""
     assert not (wanted & ~mask).any(), "what is wanted has been cut"
     if torch.equal(mask, wanted):
         return layout
@@ -101,9 +101,9 @@ class Axis:
             quantized (``plan/bits.py``).
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
-        group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
+        group_size: |g| of the paper's eq. 16, the number of weights counted for one gate:
             a conv filter for the map it writes, a column of each Linear that reads a neuron.
-        keeps_one: one of its gates is always open, since without all of them the network would
+        keeps_one: whether one of its gates is always open, since with all closed the network would
             divide zero by zero, as a spectral norm does.
     """
 
@@ -155,8 +155,8 @@ class Cost:
     """``scale × Π open size of dims`` parameters, multiply-accumulates, … of one module.
 
     ``unit`` is the name of the measure that it belongs to. ``tensor`` is the parameter that is
-    counted or multiplied with; empty where there is none. ``needed`` says for which branches it
-    is there: with all branches of one of these groups, and always where one is empty.
+    counted or multiplied with; empty where there is none. ``needed`` are groups of branches: the
+    cost counts while all branches of one group are present, and always where a group is empty.
     """
 
     owner: str
@@ -180,18 +180,18 @@ class Plan:
         aliases: other names of tied tensors, each with the name used in ``tensors``.
         parts: the submodules that were captured one by one, as the whole model could not be;
             ``("",)`` where it could.
-        roles: for each parameter that is multiplied with, what each of its dims does there:
+        roles: for each parameter that is multiplied with, the role of each of its dims:
             ``"read"`` contracts an axis away, ``"write"`` produces one, ``""`` neither.
         wider: pairs of dims of which the first has to keep more positions than the second.
         alike: dims that have to keep equally many positions, since a module's code has one number
             for all of them.
         together: groups of axes, by name, that keep one share of their slots; those of one size
             keep equally many.
-        allowed: by the name of an axis the numbers of slots that it may keep, ascending; any where
-            there are none.
-        code: what the code of the modules knows of sizes.
-        activations: the values that the captured graph makes.
-        branches: what could have a gate of its own, a switch, beside those of the axes.
+        allowed: by the name of an axis the numbers of slots that it may keep, ascending; any number
+            for an axis without an entry.
+        code: the sizes that the code of the modules depends on.
+        activations: the values that the captured graph computes.
+        branches: the parts that can get a switch, one gate for the whole part.
     """
 
     axes: tuple[Axis, ...]
@@ -211,7 +211,7 @@ class Plan:
     allowed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
-        """Itself: nothing in it changes, and copies of a model are made at every cut."""
+        """Return the plan itself, which is immutable; models are copied at every cut."""
         return self
 
     @property
@@ -221,7 +221,7 @@ class Plan:
 
     @cached_property
     def slots(self) -> int:
-        """Number of gates that are not of bits, which are the last ones."""
+        """Number of gates without those of bits, which come last."""
         return next((axis.start for axis in self.axes if axis.kind == BITS), self.size)
 
     @property
@@ -235,14 +235,14 @@ class Plan:
         return slice(start + slots.start, start + slots.stop)
 
     def gate_table(self, layout: Layout) -> Tensor:
-        """Return the gates that multiply at each position of ``layout``; ``size`` stands for none.
+        """Return the gates that multiply at each position of ``layout``; ``size`` means no gate.
 
         Shape: ``(factors, layout.size)``, int64; no rows where the layout has no axis.
         """
         return gate_table(layout, self.flat, one=self.size)
 
     def spread(self, layout: Layout, values: Tensor) -> Tensor:
-        """One value per position of ``layout`` from the flat vector ``values``: their product.
+        """Return per position of ``layout`` the product of its entries of the flat ``values``.
 
         With gate values it is the multiplier of each column, with open probabilities the
         probability that the position is alive. Where no gate acts it is one. Differentiable.
@@ -250,17 +250,17 @@ class Plan:
         return torch.cat([values, values.new_ones(1)])[self.gate_table(layout)].prod(0)
 
     def mask(self, layout: Layout, kept: Tensor) -> Tensor:
-        """Bool per position of ``layout``: is it kept? ``kept`` is bool, flat, shape (size,)."""
+        """Return a bool mask of the kept positions; ``kept`` is bool, flat, shape (size,)."""
         return self.spread(layout, kept.to(torch.uint8)).to(torch.bool)
 
     def kept(self, open_: Tensor) -> Tensor:
-        """The slots that stay in a sliced model, as a flat bool vector.
+        """Return the slots that a sliced model keeps, as a flat bool vector.
 
-        An open slot that nobody reads any more (all its fine gates are closed) goes too; an
-        axis whose gates are all closed keeps its first slot, whose weights are zero, unless it is
-        the switch of a branch. With the axes of ``closing`` their branch goes, open as its switch
-        may be. A dim that has to stay ``wider`` than another, or than nothing, keeps closed slots,
-        too, and so does one that is to be as wide as others (``alike``, ``together``).
+        An open slot without readers (all its fine gates are closed) is removed; an axis whose gates
+        are all closed keeps its first slot, whose weights are zero, unless it is a branch's switch.
+        An axis of ``closing`` without slots removes its branch, even if the switch is open. A dim
+        that has to stay ``wider`` than another, or than nothing, keeps closed slots, too, and so
+        does one that has to be as wide as others (``alike``, ``together``) or as ``allowed``.
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         for number, sites in self._finely_read:
@@ -277,7 +277,7 @@ class Plan:
         return kept
 
     def _without_any(self, kept: Tensor) -> list[int]:
-        """The numbers of the axes of which no slot stays."""
+        """Return the numbers of the axes without any kept slot."""
         before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])[self._bounds]
         numbers: list[int] = (before[1:] == before[:-1]).nonzero().flatten().tolist()
         return numbers
@@ -289,7 +289,7 @@ class Plan:
 
     @cached_property
     def closing(self) -> dict[int, int]:
-        """Switch that goes with each axis that may close completely, both by number."""
+        """Switch that closes once all slots of an axis are closed, both by number."""
         numbers = {name: number for number, name in enumerate(self.names)}
         return {
             numbers[name]: numbers[branch.name]
@@ -301,12 +301,12 @@ class Plan:
 
     @cached_property
     def _finely_read(self) -> list[tuple[int, list[Site]]]:
-        """Axes of which each site reads single inputs, and these sites."""
+        """Axes whose sites all read through a ``Gated`` layout, with these sites."""
         sites: dict[int, list[Site]] = defaultdict(list)
         for site in self.sites:
             for number in axes_of(site.layout):
                 sites[number].append(site)
-        # A site that writes stands for readers without weights, which read every slot.
+        # A write site represents readers without weights, which read every slot.
         return [
             (number, found)
             for number, found in sorted(sites.items())
@@ -315,14 +315,14 @@ class Plan:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the axes of each group of ``together``; those that have gates."""
+        """Numbers of the gated axes of each group of ``together``."""
         numbers = {name: number for number, name in enumerate(self.names)}
         found = (tuple(numbers[name] for name in of if name in numbers) for of in self.together)
         return tuple(of for of in found if of)
 
     @cached_property
     def equally_wide(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the axes that keep equally many slots, as they are of one group."""
+        """Numbers of the axes that keep equally many slots: those of one size in one group."""
         sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
         for group, numbers in enumerate(self.groups):
             for number in numbers:
@@ -330,13 +330,13 @@ class Plan:
         return tuple(tuple(of) for of in sizes.values() if len(of) > 1)
 
     def least_allowed(self, number: int, count: int) -> int:
-        """Return the smallest width that an axis may have and that is no less than this one."""
+        """Return the smallest allowed width of an axis that is at least ``count``."""
         axis = self.axes[number]
         widths = self.allowed.get(axis.name, ())
         return min((width for width in widths if width >= count), default=count) if count else 0
 
     def _align(self, kept: Tensor) -> None:
-        """Keep closed slots until what is ``alike`` or ``together`` is equally wide; in place."""
+        """Keep closed slots until all of ``allowed``, ``together`` and ``alike`` hold; in place."""
         while True:
             before = kept.clone()
             for number, axis in enumerate(self.axes if self.allowed else ()):
@@ -354,13 +354,13 @@ class Plan:
                 return
 
     def _open_first(self, kept: Tensor, number: int, count: int) -> None:
-        """Keep the first closed slots of an axis until there are so many; in place."""
+        """Keep the first closed slots of an axis until it keeps ``count``; in place."""
         axis = self.axes[number]
         closed = (~kept[axis.slice]).nonzero().flatten()
         kept[axis.start + closed[: max(0, count - axis.size + len(closed))]] = True
 
     def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
-        """Keep closed slots of a layout's first positions until it has this size; in place."""
+        """Keep closed slots from a layout's first positions on until it has ``size``; in place."""
         for slots in self.gate_table(layout).T:
             if int(self.mask(layout, kept).sum()) >= size:
                 return
@@ -393,7 +393,7 @@ class Plan:
         return (found - 2).clamp(min=0), found > 1
 
     def select(self, names: Collection[str]) -> Plan:
-        """Return the plan with gates only on the axes of these names; the others stay whole."""
+        """Return the plan with gates only on the named axes; the others stay whole."""
         wanted = [axis.name in names for axis in self.axes]
         if all(wanted):
             return self
@@ -421,11 +421,10 @@ class Plan:
         return self.mapped(axes, (site for site in sites if axes_of(site.layout)), convert)
 
     def narrowed(self, kept: Tensor) -> Plan:
-        """The plan of the network that is left when slots are cut out.
+        """Return the plan of the network that remains after slots are cut.
 
-        What its gates take away of that network is what the gates of this plan, with those of the
-        cut slots closed, take away of the whole one. ``group_size`` stays what a gate stood for
-        when it was put on.
+        Its gates remove from that network what the gates of this plan, with those of the cut
+        slots closed, remove from the whole one. ``group_size`` keeps its original value.
 
         Args:
             kept: the slots that stay, bool, flat, with at least one of each axis; see ``kept``.

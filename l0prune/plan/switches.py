@@ -1,7 +1,7 @@
 """Switches: one gate for a whole branch, beside the gates of the slots in it.
 
-What is added to a stream is multiplied by its switch; the slots of what is put beside others are
-there if their own gates and the switch are open, wherever they occur.
+A branch that is added to a stream is multiplied by its switch; the slots of a concatenated branch
+are alive if both their gates and the switch are open, wherever they occur.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from l0prune.plan.plan import Axis, Plan, Site
 def switched(plan: Plan, names: Collection[str]) -> Plan:
     """Return the plan with a switch, an axis of one slot, on each branch of these names.
 
-    Whatever is needed for some branches costs what it did times the probability that the switches
-    of one of them are open. A branch that is made of axes that the plan has not gets none.
+    A cost that only some branches need is multiplied by the probability that all switches of one
+    of its groups are open. A branch with axes that the plan lacks gets no switch.
     """
     there = set(plan.names)
     found = [each for each in plan.branches if each.name in names and there.issuperset(each.axes)]
@@ -62,7 +62,7 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
 
 
 def under_switches(plan: Plan) -> Callable[[Layout], Layout]:
-    """Converts layouts of a plan before it had switches to what they are with these."""
+    """Return a function that adds the plan's switches to layouts without switches."""
     numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
     switches: dict[int, list[Layout]] = defaultdict(list)
     for branch in plan.branches:
@@ -77,12 +77,12 @@ def under_switches(plan: Plan) -> Callable[[Layout], Layout]:
 
 
 def without_switches(plan: Plan, layout: Layout) -> Layout:
-    """The layout as it was before the plan had switches."""
+    """Return the layout without the factors that are switches."""
     return without_factors(layout, {n for n, axis in enumerate(plan.axes) if axis.kind == KIND})
 
 
 def switch(number: int) -> Layout:
-    """The layout of the axis of this number, which is a switch."""
+    """Return the layout of the switch with this axis number."""
     return Slots(number, 0, 1)
 
 
@@ -95,7 +95,7 @@ def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
 
 
 def gone(plan: Plan, kept: Tensor) -> list[str]:
-    """The names of the branches whose switches are not among the slots that stay."""
+    """Return the names of the branches whose switches are not kept."""
     return [plan.axes[number].name for number in _closed(plan, kept)]
 
 
@@ -109,21 +109,21 @@ def dead_parameters(plan: Plan, gone: Collection[str]) -> list[str]:
 
 
 def _closed(plan: Plan, open_: Tensor) -> list[int]:
-    """The numbers of the axes that are switches and not open."""
+    """Return the numbers of the axes that are closed switches."""
     numbered = enumerate(plan.axes)
     return [n for n, axis in numbered if axis.kind == KIND and not bool(open_[axis.start])]
 
 
 def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
-    """The slots that stay where every branch has to: its switch multiplies it by zero there.
+    """Return the kept slots if all branches stay; closed switches then multiply by zero.
 
-    What only branches need that are gone is as narrow as it can be.
+    Axes that only closed branches need are as narrow as possible.
     """
     return plan.kept(kept & ~idle(plan, kept)) | switches_of(plan)
 
 
 def idle(plan: Plan, open_: Tensor) -> Tensor:
-    """Slots of axes that only branches need whose switches are not open.
+    """Return the slots of axes that only branches with closed switches need.
 
     Shape: open_ bool, flat; result bool, ``(plan.size,)``.
     """
@@ -149,7 +149,7 @@ def without_idle(plan: Plan, open_: Tensor) -> Tensor:
 
 
 def _there(layout: Layout, out: Collection[int]) -> frozenset[int] | None:
-    """The axes at the positions that are left without these; None where none are left."""
+    """Return the axes of the positions that remain without ``out``; None if none remain."""
     match layout:
         case Slots(axis):
             return None if axis in out else frozenset([axis])

@@ -1,4 +1,4 @@
-"""Widths that are asked for: of which axes, and what stands in the way of a number of slots."""
+"""Requested widths: the axes they select, and why an axis cannot have some width."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from l0prune.plan.plan import Plan
 
 
 def tensors_of_layers(plan: Plan, glob: str) -> list[str]:
-    """Return the tensors of the layers that a path, or a glob over paths, means.
+    """Return the tensors of the layers that a path, or a glob over paths, selects.
 
-    They are those of modules with such a path, and of all modules within, tied ones included; none
-    where no module is called so.
+    These are the tensors of matching modules and of all modules within, tied ones included; none
+    where no module matches.
     """
     owners = {name: set(_above(name)) for name in (*plan.tensors, *plan.aliases)}
     paths = set().union(*owners.values())
@@ -30,7 +30,7 @@ def tensors_of_layers(plan: Plan, glob: str) -> list[str]:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield a tensor's own name, and the paths of the modules that it is in."""
+    """Yield a tensor's name, and the paths of the modules that contain it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -62,7 +62,7 @@ def with_slots(plan: Plan, open_: Tensor, name: str, slots: Sequence[int]) -> Te
         slots: their numbers within the axis, from 0 on.
 
     Raises:
-        UsageError: no gated axis is meant, or several are, or it has no such slots.
+        UsageError: ``name`` selects no gated axis, or several, or the axis has no such slots.
     """
     numbers = [number for number, each in enumerate(plan.names) if each == name]
     numbers = numbers or sorted(axes_written(plan, tensors_of_layers(plan, name)))
@@ -85,7 +85,7 @@ def with_slots(plan: Plan, open_: Tensor, name: str, slots: Sequence[int]) -> Te
 
 
 def axes_to_keep(plan: Plan, layers: Globs) -> set[str]:
-    """Return the names of the axes and branches that take something away of these layers.
+    """Return the names of the axes and branches that can remove parts of these layers.
 
     ``layers`` are paths or globs over them; what is no layer's path is the name of an axis.
 
@@ -107,7 +107,7 @@ def axes_to_keep(plan: Plan, layers: Globs) -> set[str]:
 def uniform(plan: Plan) -> Plan:
     """Return the plan with one share for the width of every layer.
 
-    Where a dim is a product of two axes (heads and what each has, groups and their channels) the
+    Where a dim is a product of two axes (heads and head dims, groups and their channels) the
     outer one takes the share and the inner ones stay whole; so do single inputs of a layer.
     """
     inner = {axis for dims in plan.tensors.values() for dim in dims for axis in _inner(plan, dim)}
@@ -124,7 +124,7 @@ def uniform(plan: Plan) -> Plan:
 
 
 def _inner(plan: Plan, layout: Layout) -> Iterator[int]:
-    """Yield the axes of which each slot of another axis has a copy."""
+    """Yield the axes of the inner factors of products, such as head dims within heads."""
     if isinstance(layout, Prod):
         axes = [{a for a in axes_of(f) if plan.axes[a].kind != KIND} for f in layout.factors]
         yield from set().union(*[of for of in axes if of][1:])
@@ -133,7 +133,7 @@ def _inner(plan: Plan, layout: Layout) -> Iterator[int]:
 
 
 def out_of_reach(plan: Plan, asked: Mapping[int, int]) -> dict[int, tuple[int, str]]:
-    """Return what else comes of widths that cannot be as asked: how many slots, and why.
+    """Return the attainable width, and the reason, for each requested one that is not possible.
 
     ``asked`` are numbers of slots, from 1 on, by the number of the axis.
     """
@@ -151,7 +151,7 @@ def out_of_reach(plan: Plan, asked: Mapping[int, int]) -> dict[int, tuple[int, s
 
 
 def _reason(plan: Plan, number: int, count: int) -> str:
-    """Say why an axis does not come to ``count`` slots."""
+    """Explain why an axis cannot have ``count`` slots."""
     if count > plan.axes[number].size:
         return "it has no more"
     if plan.axes[number].name in plan.allowed:
@@ -174,7 +174,7 @@ def _reason(plan: Plan, number: int, count: int) -> str:
 
 
 def _pinned(plan: Plan, whole: Layout) -> str:
-    """Say why a dim stays whole, in parentheses; empty where it does not."""
+    """Explain why a dim stays whole, in parentheses; empty where it does not."""
     if not constant_positions(whole):
         return ""
     of_one = {whole, *(whole.factors if isinstance(whole, Prod) else ())}

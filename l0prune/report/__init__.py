@@ -1,1 +1,1 @@
-"""The survey and its tables."""
+"""Survey and report of a run."""

@@ -58,14 +58,14 @@ _ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessi
 
 
 def now() -> str:
-    """The time as a report has it."""
+    """Return the current time in the format of reports: UTC, ISO 8601, in seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def from_export(small: Export, first: Export | None = None) -> Content:
     """Return the report of an export.
 
-    ``first`` is the export of the first of several rounds, whose network is what there was before.
+    ``first`` is the export of the first of several rounds: its dense network is compared with.
     """
     first = first or small
     layers, axes = _cuts_of(small)
@@ -73,7 +73,7 @@ def from_export(small: Export, first: Export | None = None) -> Content:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
     files = list(small.files)
-    if _others(small):  # that in float32 counts, with its weights
+    if _others(small):  # only the float32 file counts, with its weights
         files = [each for each in files if each.name.startswith(files[0].name)]
     size, times = sum(file.stat().st_size for file in files), small.times
     before = None if times is None else times.dense_bytes
@@ -96,7 +96,7 @@ def from_export(small: Export, first: Export | None = None) -> Content:
 
 
 def from_model(model: nn.Module) -> Content:
-    """Return the report of a gated model: the counts of an export with its gates as they are.
+    """Return the report of a gated model, with the counts of an export at its current gates.
 
     Raises:
         NotGated: the model carries no gates.
@@ -124,7 +124,7 @@ def _bits(by_layer: Mapping[str, tuple[int, int]]) -> list[LayerBits]:
 
 
 def from_survey(survey: Survey) -> Content:
-    """Return the report of a survey; ``after`` is without all that gates can remove."""
+    """Return the report of a survey; ``after`` is the amount that gates can remove."""
     plan = survey.plan
     nothing = torch.zeros(plan.size, dtype=torch.bool)
     totals = {"params": survey.params, "macs": survey.macs}
@@ -145,7 +145,7 @@ def from_survey(survey: Survey) -> Content:
 
 
 def _reachable(layer: LayerChange) -> LayerChange:
-    """Return the layer with what gates can take away for ``after``."""
+    """Return the layer with the amounts that gates can remove as ``after``."""
     changed = {}
     for name in ("input", "output", "params", "macs"):
         amount = getattr(layer, name)
@@ -154,7 +154,7 @@ def _reachable(layer: LayerChange) -> LayerChange:
 
 
 def add_trainings(content: Content, trainings: Sequence[Training]) -> Content:
-    """Return the report with these stages of training, and what follows from them."""
+    """Return the report with these stages of training, their metric, budgets and duration."""
     found = {"seconds": seconds_of(trainings), "metric": metric_of(trainings)}
     repeat = _filled(content.repeat, trainings[-1].facts if trainings else {})
     return content.model_copy(
@@ -170,16 +170,16 @@ def add_trainings(content: Content, trainings: Sequence[Training]) -> Content:
 
 
 def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
-    """Fill gaps in the instructions with what a training recorded of its environment."""
+    """Fill gaps in the instructions from a training's recorded environment."""
     known = repeat.model_dump()
     empty = {name: facts[name] for name in _ENVIRONMENT if name in facts and not known[name]}
     return Repeat.model_validate(known | empty)
 
 
 def add_time(content: Content, table: LatencyTable, model: nn.Module) -> Content:
-    """Return the report with what a latency table predicts of a gated model.
+    """Return the report with a latency table's prediction of a gated model's time.
 
-    The table of another model is left out. The trainings say what only fills blocks.
+    The table of another model is left out. Slots that only fill blocks are known from the last fit.
 
     Raises:
         NotGated: the model carries no gates.
@@ -213,13 +213,13 @@ def add_time(content: Content, table: LatencyTable, model: nn.Module) -> Content
 
 
 def _filling(content: Content) -> dict[str, int]:
-    """Return the number of slots that the last choice of widths kept to fill blocks, by axis."""
+    """Return the number of slots that the last fit kept only to fill blocks, by axis."""
     fits = [content.fit, *(training.fit for training in content.trainings)]
     return next((fit.filling for fit in reversed(fits) if fit is not None), {})
 
 
 def _asked(plan: Plan, open_: Tensor, filling: Mapping[str, int]) -> Tensor:
-    """The open slots without as many of each axis as only fill blocks; which, makes no odds."""
+    """Return the mask of open slots without the last ones of each axis that only fill blocks."""
     asked = open_.clone()
     for axis in plan.axes:
         slots = axis.start + open_[axis.slice].nonzero().flatten()
@@ -228,7 +228,7 @@ def _asked(plan: Plan, open_: Tensor, filling: Mapping[str, int]) -> Tensor:
 
 
 def _measured_share(time: Time | None, setting: Setting) -> float | None:
-    """The share of an export's own turns, where they were taken as those of a table."""
+    """Return the time ratio that the export measured, if its setting was that of the table."""
     if time is None:
         return None
     mine = (f"{setting.runtime} {setting.version}", setting.threads, setting.batch)
@@ -250,10 +250,10 @@ def repeat_facts(files: Sequence[Path], recipe: Mapping[str, Any] | None = None)
 
 
 def file_facts(path: Path) -> StoredFile:
-    """A file's size and checksum.
+    """Return a file's name, size and checksum.
 
     Raises:
-        FileError: it cannot be read.
+        FileError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -276,7 +276,7 @@ def _time(times: Times) -> Time:
 
 
 def _others(small: Export) -> dict[str, Int8 | Half]:
-    """Return what fewer bits change, by their name, of files that lie beside the one in float32."""
+    """Return the results of the files with fewer bits beside the float32 one, by format."""
     found: dict[str, Int8 | Half] = {} if small.int8 is None else {"int8": small.int8}
     return found if small.half is None else {**found, small.half.dtype: small.half}
 
@@ -295,7 +295,7 @@ def _cuts_of(small: Export) -> tuple[list[LayerChange], list[Axis]]:
 
 
 def _layers_since(first: Sequence[LayerChange], last: Sequence[LayerChange]) -> list[LayerChange]:
-    """Return the last round's layers with what they were before the first one."""
+    """Return the last round's layers, with the amounts before the first round as ``before``."""
     earlier = {layer.name: layer for layer in first}
 
     def since(layer: LayerChange) -> LayerChange:
@@ -311,7 +311,7 @@ def _layers_since(first: Sequence[LayerChange], last: Sequence[LayerChange]) -> 
 
 
 def _axes_since(first: Sequence[Axis], last: Sequence[Axis]) -> list[Axis]:
-    """Return the last round's axes at their first sizes; heads are numbered anew in each round."""
+    """Return the last round's axes, with sizes before the first; heads cut twice lose ``kept``."""
     sizes = {axis.name: axis.before for axis in first}
     return [
         axis
@@ -321,19 +321,19 @@ def _axes_since(first: Sequence[Axis], last: Sequence[Axis]) -> list[Axis]:
     ]
 
 
-_OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a place
+_OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a field
 _PLAIN = ("seconds", "lr", "train_loss", "penalty", "training_macs", LOSS)  # numbers of a record
 
 
 def training_of(history: History) -> Training:
-    """Return the data of a run of ``finetune`` or ``train_dense``, from what it returned."""
+    """Return the data of a run of ``finetune`` or ``train_dense``, from the returned history."""
     return _training("", history.records, history.all_facts)
 
 
 def training_in(folder: Path, name: str = "") -> Training | None:
     """Return the training recorded in a folder; None if it has not begun.
 
-    The ``name`` of the stage is else that of the function, ``finetune`` or ``train_dense``.
+    The default ``name`` of the stage is ``finetune`` with gates and ``dense`` without.
     Raises:
         FileError: its records are damaged.
     """
@@ -389,7 +389,7 @@ def _epoch(record: Record, metric: str) -> Epoch:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Drop what is no number, such as the loss of a run that diverged."""
+    """Drop values that are not finite numbers, such as the loss of a run that diverged."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -398,7 +398,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _metric_in(records: Sequence[Record]) -> str:
-    """Find the name of the metric in records whose facts do not have it."""
+    """Return the name of the metric, found in records without one among their facts."""
     last = records[-1] if records else {}
     taken = RECORD_KEYS.union(*map(amount_keys, amounts(last)))
     found = (name for name, value in last.items() if name not in taken and type(value) is float)
@@ -408,7 +408,7 @@ def _metric_in(records: Sequence[Record]) -> str:
 def budgets_of(trainings: Sequence[Training]) -> list[BudgetResult]:
     """Return the budgets of the last training that had any, with the amounts reached.
 
-    What was observed of the export counts where something was, not what was predicted.
+    Amounts observed of the export take precedence over predicted ones.
     """
     last = next((t for t in reversed(trainings) if t.epochs and t.epochs[-1].budgets), None)
     if last is None:
@@ -422,13 +422,13 @@ def budgets_of(trainings: Sequence[Training]) -> list[BudgetResult]:
 
 
 def metric_of(trainings: Sequence[Training]) -> Metric | None:
-    """The metric before the first gates and after the last epoch, where it was tested."""
+    """Return the metric before the first gates and after the last epoch; None if not tested."""
     last = next((t for t in reversed(trainings) if t.epochs and t.metric), None)
     after = None if last is None else last.epochs[-1].metric
     if last is None or after is None:
         return None
     before = None
-    for training in trainings:  # of one metric: another one does not compare
+    for training in trainings:  # other metrics cannot be compared
         if training.metric == last.metric and training.before:
             before = training.before.get(training.metric)
             break
@@ -440,6 +440,6 @@ def metric_of(trainings: Sequence[Training]) -> Metric | None:
 
 
 def seconds_of(trainings: Sequence[Training]) -> float | None:
-    """Seconds of all epochs, where they were taken."""
+    """Return the seconds of all epochs together; None if none were recorded."""
     found = [e.seconds for t in trainings for e in t.epochs if e.seconds is not None]
     return sum(found) if found else None

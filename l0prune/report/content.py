@@ -1,7 +1,7 @@
 """Data of a report: the schema of ``report.json``.
 
-All of it is plain JSON. A section that a run did not record is absent (``null`` or empty), and the
-page leaves it out. Amounts are numbers in the unit that their name says; shares are from 0 to 1.
+The data is plain JSON. A section that a run did not record is absent (``null`` or empty), and the
+page leaves it out. Amounts are numbers in the unit that their name states; shares are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ VERSION = 1  # raised when older versions cannot read what this one writes
 
 
 class Section(Strict):
-    """A part of the report."""
+    """Base class of the report's parts, which are strict and without nan or inf."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Pair(Section):
-    """An amount before and after; ``before`` is null where nobody took it."""
+    """Amount before and after; ``before`` is null if it was not measured."""
 
     before: float | None
     after: float
@@ -36,14 +36,14 @@ class Pair(Section):
 
 
 class Time(Pair):
-    """Milliseconds of one call: lower quartiles of turns that the two networks took alternately.
+    """Milliseconds of one call: lower quartiles of alternating timings of the two networks.
 
     Attributes:
         before, after: of the dense network's file and of the small one's.
-        spread: how far the middle half of the turns lie apart, in shares of their median.
-        threads: that a call may use.
+        spread: interquartile range of the timings' ratios, as a share of their median.
+        threads: threads that a call may use.
         batch: examples in a call.
-        runtime, processor: where.
+        runtime, processor: setting of the timings.
     """
 
     before: float
@@ -64,10 +64,10 @@ class Metric(Section):
 
     Attributes:
         name: ``error``, ``accuracy``, ``test_loss``, …
-        larger_is_better: of it.
-        before: of the network before its gates, null where it was not tested.
-        after: of the small network.
-        of_file: of the ONNX file, null where it was not tested.
+        larger_is_better: whether larger values of the metric are better.
+        before: value of the network before it was gated; null if not tested.
+        after: value of the small network.
+        of_file: value of the ONNX file; null if not tested.
     """
 
     name: str
@@ -98,12 +98,12 @@ class Gain(Section):
 
 
 class BudgetResult(Section):
-    """A budget.
+    """Budget and the share that was reached.
 
     Attributes:
         text: as the user gave it, such as ``macs=0.5``.
-        limit: the share of the dense amount that it allows.
-        share: the share that is left; as observed of the export, where it was.
+        limit: the share of the dense amount that the budget allows.
+        share: the share that is left; observed of the export if it was, else predicted.
     """
 
     text: str
@@ -136,12 +136,12 @@ class Comparison(Section):
 
 
 class Axis(Section):
-    """A set of slots that live or die together, wherever they occur.
+    """Axis of slots that had gates.
 
     Attributes:
-        name, kind: as the survey has them.
-        before, after: slots.
-        kept: of heads, the numbers of those that stayed.
+        name, kind: as in the survey.
+        before, after: numbers of slots.
+        kept: indices of the kept slots, if these are heads.
     """
 
     name: str
@@ -156,9 +156,9 @@ class SideChange(Section):
 
     Attributes:
         before, after: neurons or channels.
-        axes: numbers of the axes (in ``Content.axes``) that can take some away. Layers whose
-            sides have the same one are cut together.
-        reason: why all or some of it stays whole; empty where nothing has to.
+        axes: indices in ``Content.axes`` of the axes by which the side can be cut. Sides of layers
+            with the same axis are cut together.
+        reason: why all or some of the side stays whole; empty if none has to.
     """
 
     before: int
@@ -179,7 +179,7 @@ class LayerChange(Section):
 
 
 class LayerBits(Section):
-    """Bits of a layer's weight and of its input, which a training has learned."""
+    """Learned bits of a layer's weight and of its input."""
 
     name: str
     weight: int
@@ -187,7 +187,7 @@ class LayerBits(Section):
 
 
 class CostState(Section):
-    """Amounts of one measure: expected under the gates' noise, of an export, dense."""
+    """Amounts of one measure: expected under the gates' noise, after an export, dense."""
 
     expected: float
     actual: float
@@ -198,10 +198,10 @@ class BudgetState(Section):
     """A budget at the end of an epoch, in shares of the dense amount.
 
     Attributes:
-        limit: what is asked for.
-        target: what has come down to it so far.
-        share: what an export would have.
-        multiplier: Lagrange's λ.
+        limit: the share that the budget allows.
+        target: the current target, which decreases to ``limit``.
+        share: the share of an export.
+        multiplier: Lagrange multiplier λ.
     """
 
     limit: float
@@ -214,10 +214,9 @@ class Epoch(Section):
     """Measurements at the end of an epoch; see ``l0prune.History``.
 
     Attributes:
-        gates: how many gates there are in each bin of P(z ≠ 0), of equal width, from 0 to 1.
-        training_macs: the share of MACs that all steps so far had, of what they have at the whole
-            size of the network.
-        doctor: what was wrong, by what it is about.
+        gates: number of gates in each bin of P(z ≠ 0), of equal width, from 0 to 1.
+        training_macs: MACs of all steps so far over those at the network's full size.
+        doctor: the doctor's remarks, by subject.
     """
 
     epoch: int
@@ -240,8 +239,8 @@ class Fit(Section):
     """Choice of widths by ``fit``.
 
     Attributes:
-        filling: by axis, how many slots stay only since its slots come in whole blocks.
-        looks: in their order, at each choice of which something was observed.
+        filling: number of slots kept only to fill whole blocks, by axis.
+        looks: observations of tried choices of widths, in order.
     """
 
     filling: dict[str, int] = Field(default_factory=dict)
@@ -253,13 +252,13 @@ class Training(Section):
 
     Attributes:
         name: ``dense``, ``finetune``, ``recover``, ``round-1/finetune``, …
-        metric, larger_is_better: what was tested beside the loss.
-        planned: epochs that it was to have; null where that was not recorded.
-        steps, warmup, settle: all of its steps, and those of its first and last phase.
-        before: what the test said before the first step, with all gates out of the way.
-        epochs: those that are done.
-        fit: how its widths were chosen when the gates began to stand.
-        facts: settings, seed, device, command and versions of that time.
+        metric, larger_is_better: the metric that was tested beside the loss.
+        planned: planned number of epochs; null if not recorded.
+        steps, warmup, settle: numbers of all steps, and of those of the first and last phase.
+        before: test results before the first step, without gates.
+        epochs: the finished epochs.
+        fit: choice of the widths at the time when gates were fixed.
+        facts: settings, seed, device, command and versions of the training.
     """
 
     name: str
@@ -276,18 +275,18 @@ class Training(Section):
 
     @property
     def finished(self) -> bool:
-        """Return whether all epochs are done, as far as is known."""
+        """Return whether all planned epochs are done; True if their number is unknown."""
         return self.planned is None or len(self.epochs) >= self.planned
 
 
 class OwnerTime(Section):
-    """Milliseconds of one module, or of what is no module's, as a latency table predicts them.
+    """Milliseconds of one module, or of the runtime itself, as predicted by a latency table.
 
     Attributes:
-        name: of the module.
-        before, after: of the dense network and of the small one.
-        filling: of ``after``, for positions that no score asked for: slots that only fill whole
-            blocks, and those that the runtime computes beyond them.
+        name: path of the module.
+        before, after: milliseconds in the dense network and in the small one.
+        filling: part of ``after`` for positions that no score asked for: slots that only fill
+            whole blocks, and those that the runtime computes beyond them.
     """
 
     name: str
@@ -297,14 +296,14 @@ class OwnerTime(Section):
 
 
 class TimeByLayer(Section):
-    """Milliseconds of a layer, by a latency table.
+    """Milliseconds of each layer, by a latency table.
 
     Attributes:
-        setting: runtime, threads and batch that the table is of.
+        setting: runtime, threads and batch of the table.
         measured: milliseconds of the dense network when the table was made.
-        quality: how well the table predicts, in words.
-        owners: every module's part; together the whole time.
-        timed: the small network's time over the dense one's, where the export timed both in
+        quality: errors of the table's prediction, in words.
+        owners: part of every module; the sum is the whole time.
+        timed: the small network's time over the dense one's, if the export timed both in
             this setting.
     """
 
@@ -326,18 +325,18 @@ class TimeByLayer(Section):
 
     @property
     def filling(self) -> float:
-        """Milliseconds of ``after`` spent on slots that only fill whole blocks."""
+        """Milliseconds of ``after`` spent on positions that only fill whole blocks."""
         return sum(of.filling for of in self.owners)
 
 
 class Run(Section):
-    """One of several runs that are compared.
+    """Run in a comparison of several.
 
     Attributes:
-        name: of its folder.
-        page: its own report, as a link from this one.
-        metric: what it is worth.
-        costs: what it costs: ``params``, ``macs``, ``time`` (milliseconds).
+        name: path of the run's folder.
+        page: link from this report to that of the run.
+        metric: test metric of the run.
+        costs: amounts by name: ``params``, ``macs``, ``time`` (milliseconds).
     """
 
     name: str
@@ -347,7 +346,7 @@ class Run(Section):
 
 
 class StoredFile(Section):
-    """A file that came of it: its name without folders, its size in bytes, its SHA-256."""
+    """File that was written: its name without folders, its size in bytes, its SHA-256."""
 
     name: str
     bytes: int
@@ -358,14 +357,14 @@ class Repeat(Section):
     """Commands, versions and seed that repeat the run.
 
     Attributes:
-        commands: that came before, from ``gate`` on, with model and weights.
-        command: as it was typed; empty where none was.
-        versions: of Python and packages.
-        machine, device: that it ran on.
-        seed: of training; null where nothing was trained.
-        preprocessing: of the images that it learned from and was tested on; null where unknown.
-        recipe: the recipe of the run, where it had one.
-        files: that were written.
+        commands: earlier commands, from ``gate`` on, with model and weights.
+        command: command of the run as typed; empty if there was none.
+        versions: versions of Python and packages.
+        machine, device: machine and device of the run.
+        seed: seed of training; null if nothing was trained.
+        preprocessing: preprocessing of training and test images; null if unknown.
+        recipe: recipe of the run, if any.
+        files: files that were written.
     """
 
     commands: list[str] = Field(default_factory=list)
@@ -380,28 +379,28 @@ class Repeat(Section):
 
 
 class Content(Section):
-    """All that a page is made from.
+    """Whole data of a report, from which its page is made.
 
     Attributes:
-        version: of this format.
-        kind: what the file is.
+        version: version of this format.
+        kind: mark of the file's format.
         title: the recipe's or the model's name.
-        made: when, in UTC, as ISO 8601.
-        gain: what came of it.
-        budgets: asked and met.
-        certificate: every comparison; empty where nothing was exported.
-        notes: what else has to be known of the export.
-        axes: that had gates.
-        layers: in network order.
-        trainings: in the order in which they were done.
-        bits: that were learned, by layer.
-        time: by layer.
-        fit: how widths were chosen in one shot; that of a training is with it.
-        repeat: how to do it again.
-        about: of a ``run``; of a ``survey``, where ``after`` is what gates can take away; or of a
-            ``sweep``, which has ``runs`` and nothing else.
-        runs: those that a sweep compares.
-        stopped: why it did not come to its end; empty where it did, or goes on.
+        made: time of writing, in UTC, as ISO 8601.
+        gain: gains and costs.
+        budgets: requested and reached budgets.
+        certificate: every comparison; empty if nothing was exported.
+        notes: remarks on the export.
+        axes: axes that had gates.
+        layers: layers in network order.
+        trainings: trainings in the order of their execution.
+        bits: learned bits by layer.
+        time: time by layer.
+        fit: choice of the widths in one shot; that of a training is in ``trainings``.
+        repeat: instructions to repeat the run.
+        about: a ``run``; a ``survey``, where ``after`` is what gates can remove; or a ``sweep``,
+            which has ``runs`` and nothing else.
+        runs: the runs that a sweep compares.
+        stopped: why the run failed; empty if it ended or still goes on.
     """
 
     version: int = VERSION
@@ -425,9 +424,9 @@ class Content(Section):
 
 
 def parsed(text: str | bytes, where: object) -> Content:
-    """The content of a ``report.json``.
+    """Parse the content of a ``report.json``.
 
     Raises:
-        FileError: it is none, or damaged, or of a newer version.
+        FileError: the text is no report, or damaged, or of a newer version.
     """
     return checked(text, Content, VERSION, where, ", or no report of l0prune")

@@ -1,4 +1,4 @@
-"""Layers of a model: what may be cut on their two sides, and what a cut leaves of each."""
+"""Layers of a model: possible cuts on their two sides, and their sizes after a cut."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Side:
     """The input or the output side of a layer.
 
     Attributes:
-        size: how many neurons or channels there are.
-        axes: names of the axes that can take some of them away.
-        share: the part of them that belongs to an axis, from 0 to 1.
-        reason: why the rest stays whole; empty where there is no rest.
+        size: number of neurons or channels.
+        axes: names of the axes by which the side can be cut.
+        share: share of the neurons or channels that belong to an axis, from 0 to 1.
+        reason: why the rest stays whole; empty if there is none.
     """
 
     size: int
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A Linear, a convolution, an embedding, or a parameter of its own that acts as one.
+    """Linear, convolution, embedding, or bare parameter that acts as one.
 
     Attributes:
         name: of the module, or of the parameter.
@@ -52,9 +52,9 @@ class Layer:
         params: parameters, the bias among them. Those of a weight that is tied to another
             layer's count there, and those that the eval-mode forward never touches nowhere.
         macs: multiply-accumulates of one example.
-        params_reachable: the share of ``params`` that some axis can take away.
+        params_reachable: the share of ``params`` that axes can remove.
         macs_reachable: the same of ``macs``.
-        used: whether the eval-mode forward touches it.
+        used: whether the eval-mode forward uses the layer.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Layer:
 def layers_of(
     plan: Plan, weights: Sequence[Weight], unused: Collection[str], otherwise: str = UNKNOWN
 ) -> tuple[Layer, ...]:
-    """Return each layer's sides, with their axes and pins; ``otherwise`` why others stay whole."""
+    """Return the layers with axes and pins of their sides; ``otherwise`` is the default reason."""
     costs = costs_of(plan, weights)
     return tuple(_layer(plan, w, costs[w.name], unused, otherwise) for w in weights)
 
@@ -107,9 +107,9 @@ def _count(costs: list[Cost]) -> int:
 
 
 def costs_of(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
-    """Return the costs of each layer, each cost with one layer at most.
+    """Return the costs of each layer; each cost belongs to one layer at most.
 
-    Where two layers share a weight, work is with the layer that does it.
+    If two layers share a weight, MACs belong to the layer that computes them.
     """
     holders: dict[str, list[str]] = {}
     for weight in weights:
@@ -131,38 +131,38 @@ class Sides:
     def __init__(self, plan: Plan, weight: Weight, otherwise: str = UNKNOWN) -> None:
         self.plan, self.weight, self._otherwise = plan, weight, otherwise
         names = [plan.aliases.get(name, name) for name in weight.tensors]
-        # a weight that the forward computes is no parameter: one of its shape speaks for it
+        # A weight that the forward computes is no parameter: one of equal shape is used instead.
         alike = [n for n in names if len(plan.tensors.get(n, ())) == len(weight.shape)]
-        missing = (n for n in names[:1] if n not in plan.tensors)  # what no part captured
+        missing = (n for n in names[:1] if n not in plan.tensors)  # captured in no part
         self.tensor = next((n for n in alike if self._is_alike(n)), next(missing, ""))
 
     def _is_alike(self, name: str) -> bool:
         return tuple(dim.size for dim in self.plan.tensors[name]) == self.weight.shape
 
     def both(self) -> tuple[Side, Side]:
-        """The input side and the output side."""
+        """Return the input side and the output side."""
         reads, writes = self._dims()
         return self._side(reads), self._side(writes)
 
     def layouts(self) -> tuple[list[Layout], list[Layout]]:
-        """Layouts of the input and the output side; a side's size is the product of theirs."""
+        """Return the layouts of the input and output side, whose sizes multiply to the side's."""
         reads, writes = self._dims()
         return self._layouts(reads), self._layouts(writes)
 
     def _dims(self) -> tuple[list[int], list[int]]:
-        """The dims that each side lies on; the groups of dim 0 come with dim 1."""
+        """Return the weight's dims of each side; the groups in dim 0 count for that of dim 1."""
         if self.weight.dims is None:
             return self._by_role()
         read, write = self.weight.dims
         if self.weight.groups == 1:
             return [read], [write]
-        # dim 0 holds the groups, of inputs in a transposed convolution, else of outputs
+        # dim 0 contains the groups, of inputs in a transposed convolution, else of outputs
         return ([0], [1, 0]) if read == 0 else ([1, 0], [0])
 
     def _by_role(self) -> tuple[list[int], list[int]]:
-        """Return the dims of a bare parameter that are read and written; all of both if unknown.
+        """Return the dims of a bare parameter that are read and written; all for both if unknown.
 
-        A kernel's height, of which nobody says anything, is neither.
+        A dim without axis or pin, such as a kernel's height, is neither.
         """
         roles = self.plan.roles.get(self.tensor, ())
         reads = [dim for dim, role in enumerate(roles) if role == "read"]
@@ -205,18 +205,21 @@ class Sides:
         )
 
     def _places(self, dims: list[int]) -> Iterator[str]:
-        """Return the names of the pins of these dims, the most specific first."""
+        """Yield the places of the pins of these dims, the most specific first."""
         for name in (self.tensor, f"{self.weight.name} (computed weight)"):
             for dim in dims:
                 yield f"{name} dim {dim}"
 
 
 def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
-    """The axes that had gates; of heads, which of them stayed, by ``kept``: bool, flat."""
+    """Return the axes with their widths before and after a cut to the slots ``kept``, bool, flat.
+
+    For heads, the indices of the kept ones are included.
+    """
     found = []
     for axis in plan.axes:
         if axis.kind == BITS:
-            continue  # they are the last ones
+            continue  # such axes come last, so that no index of a report's axes shifts
         left = kept[axis.slice].nonzero().flatten().tolist()
         slots = left if axis.kind == "head" else None
         found.append(
@@ -228,7 +231,7 @@ def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
 def layers_before_and_after(
     plan: Plan, kept: Tensor, weights: Sequence[Weight], otherwise: str = UNGATED
 ) -> list[content.LayerChange]:
-    """Widths, params and MACs of each layer before the cut and after it."""
+    """Return widths, params and MACs of each layer before and after a cut."""
     counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
     of_all = {plan.aliases.get(name, name) for weight in weights for name in weight.tensors}
     found = layers_of(plan, weights, of_all - counted, otherwise)
@@ -240,7 +243,7 @@ def layers_before_and_after(
 
 
 def _in_order(plan: Plan, costs: dict[str, list[Cost]]) -> list[str]:
-    """The layers' names by where the forward first works with them; last, those it never does."""
+    """Return the layers' names in the order of their first use; unused ones come last."""
     places = {id(cost): place for place, cost in enumerate(plan.costs)}
     first = {
         name: min((places[id(each)] for each in of), default=len(places))
@@ -277,7 +280,7 @@ def _layer_cut(
 
 
 def _gone_with(plan: Plan, kept: Tensor, costs: Sequence[Cost]) -> str:
-    """The branch that is gone and had all of the layer to itself; empty where there is none."""
+    """Return the removed branch that contained the whole layer; empty if there is none."""
     names = gone(plan, kept)
     mine = [cost.needed for cost in costs if cost.unit == "params"]
     if not mine or any(is_needed(of, names) for of in mine):
@@ -288,7 +291,10 @@ def _gone_with(plan: Plan, kept: Tensor, costs: Sequence[Cost]) -> str:
 def _side_cut(
     plan: Plan, kept: Tensor, side: Side, layouts: Sequence[Layout], numbers: dict[str, int]
 ) -> content.SideChange:
-    """A side that lies on several dims (positions × channels) is as wide as those with an axis."""
+    """Return the change of a side; of several dims (positions × channels) count those with an axis.
+
+    A side without any counts as a whole.
+    """
     cut = [layout for layout in layouts if any(leaves(layout))]
     before, after = side.size, side.size
     if cut:

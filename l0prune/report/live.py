@@ -1,4 +1,4 @@
-"""``l0prune.finetune`` and ``train_dense``: training, with a page that is renewed as it goes on."""
+"""``l0prune.finetune`` and ``train_dense``: training with a report page that is kept up to date."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.phases import watched
 
-_EVERY = 5.0  # seconds between two renewals, at least
+_EVERY = 5.0  # least seconds between two updates
 
 
 @dataclass
 class Live:
-    """A page of a run.
+    """State of the page of a run.
 
     Attributes:
-        begun: whether an epoch was done, and told to this process, which is the one that writes.
+        begun: whether this process was notified of an epoch; only the one that writes is.
     """
 
     begun: bool = False
@@ -36,10 +36,10 @@ class Live:
 
 @contextmanager
 def live_page(folder: Path, title: str) -> Iterator[Live]:
-    """Within the context, ``report.html`` in a run's folder shows the epochs that are done.
+    """Write ``report.html`` with the finished epochs into a run's folder, within the context.
 
-    While they go on, the page looks for a newer one every few seconds. Where the context raises,
-    the page says so, and why. Where nothing is trained, it is left alone.
+    Meanwhile the page reloads itself periodically. If the context raises, the page shows the
+    reason. If nothing is trained, the page is left unchanged.
     """
     page, renewed = Live(), -_EVERY
 
@@ -130,7 +130,7 @@ def _train_with_page(
     title: str,
     folder: str | os.PathLike[str] | None,
 ) -> History:
-    """Train, with a page in the folder, if any; a page that cannot be written is a warning."""
+    """Train, with a page in the folder, if any; warn if the final page cannot be written."""
     if folder is None:
         return train()
     folder = Path(folder)

@@ -1,6 +1,6 @@
-"""The report of a run: one page for a person, and the data that the page is made from.
+"""Report of a run: a page, and the data that the page is rendered from.
 
-It is made of results in memory, or of the files in the folder of a run.
+It is built from results in memory, or from the files in the folder of a run.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from l0prune.timing.table import LatencyTable
 from l0prune.training.history import NAME, History
 
 JSON, HTML, RESULT = "report.json", "report.html", "result.json"
-_STAGES = ("dense", "finetune", "recover")  # of a recipe's last round
+_STAGES = ("dense", "finetune", "recover")  # stages of a recipe; rounds come after the first
 
 
 class Report:
     """Report of a run: gains, certificate, cuts by layer, and training curves.
 
-    ``save`` writes it; a notebook shows it.
+    ``save`` writes the report; a notebook shows it.
 
     Attributes:
-        content: all of it, as data.
+        content: the whole report as data.
     """
 
     def __init__(self, content: Content) -> None:
@@ -86,7 +86,7 @@ class Report:
 
     @staticmethod
     def of_survey(survey: Survey) -> Report:
-        """Return the report of what could be cut out of a model, before anything is trained.
+        """Return the report of the possible cuts of a model, before training.
 
         Args:
             survey: what ``l0prune.survey`` gave.
@@ -98,7 +98,7 @@ class Report:
         """Read a ``report.json``.
 
         Raises:
-            FileError: there is none, or it is damaged, or no report, or of a newer version.
+            FileError: the file is missing, damaged, no report, or of a newer version.
         """
         return Report(parsed(read_text(path), path))
 
@@ -107,15 +107,15 @@ class Report:
         return Report(self.content.model_copy(update={"title": title}))
 
     def html(self, *, live: bool = False) -> str:
-        """Return the page: one file that needs no other.
+        """Return the page as self-contained HTML.
 
         Args:
-            live: whether it is to be loaded again every few seconds, while a run goes on.
+            live: whether the page reloads itself periodically, while a run goes on.
         """
         return html(self.content, live=live)
 
     def save(self, path: str | os.PathLike[str], *, live: bool = False) -> tuple[Path, Path]:
-        """Write the page, and beside it the data that it is made from, with the ending ``.json``.
+        """Write the page, and its data to a file of the same name with the ending ``.json``.
 
         Args:
             path: of the page, or a folder, for ``report.html`` in it.
@@ -136,14 +136,14 @@ class Report:
         return page, data
 
     def to_dict(self) -> dict[str, Any]:
-        """``content`` as plain data."""
+        """Return ``content`` as plain data."""
         return self.content.model_dump(mode="json")
 
     def __repr__(self) -> str:
         return f"Report({self.content.title}, {self.content.made})"
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, where its style meets no other."""
+        """Return the page in an iframe, which keeps its style apart from the notebook's."""
         style = "width:100%;height:75vh;border:0"
         return f'<iframe style="{style}" srcdoc="{escape(self.html())}"></iframe>'
 
@@ -151,11 +151,11 @@ class Report:
 def report_of(path: Path) -> Report:
     """Return the report of a run's folder, or of its ``report.json``.
 
-    A folder without one is looked through: for the result of a recipe, for what its trainings
-    measured, and for several runs, which are then compared.
+    A folder without one is searched for the result of a recipe, for records of trainings, and for
+    several runs, which are then compared.
 
     Raises:
-        FileError: there is no run, or what is there is damaged.
+        FileError: there is no run, or a file is damaged.
     """
     if path.is_file():
         return Report.load(path)
@@ -163,7 +163,7 @@ def report_of(path: Path) -> Report:
         raise FileError(f"there is no {path}. Give the folder of a run, or its {JSON}.")
     if (path / JSON).is_file():
         written = Report.load(path / JSON)
-        if written.content.about != "sweep":  # there may be more runs by now
+        if written.content.about != "sweep":  # a sweep may have more runs by now
             return written
     found = trainings_in(path)
     result = _result(path / RESULT)
@@ -186,14 +186,14 @@ def comparison(path: Path, names: Sequence[str]) -> Report:
         names: of the runs' folders in it.
 
     Raises:
-        FileError: what a run has left is damaged.
+        FileError: a file of a run is damaged.
     """
     runs = [(Path(name), report_of(path / name).content) for name in names]
     return Report(_sweep_of(path.resolve().name, runs))
 
 
 def _runs_in(path: Path) -> list[tuple[Path, Content]]:
-    """Return the runs in the folders of a folder, where there are several."""
+    """Return the runs in the subfolders of a folder; empty if there are fewer than two."""
     found = []
     for folder in sorted(each for each in path.iterdir() if each.is_dir()):
         if any((folder / name).is_file() for name in (JSON, RESULT, NAME)):
@@ -202,7 +202,7 @@ def _runs_in(path: Path) -> list[tuple[Path, Content]]:
 
 
 def _sweep_of(title: str, runs: Sequence[tuple[Path, Content]]) -> Content:
-    """Return the report of several runs, each with its folder, relative to the report."""
+    """Return the report of several runs, each with its folder's path relative to the report."""
     found = [_run_of(folder, content) for folder, content in runs]
     return Content(title=title, made=now(), about="sweep", runs=found)
 
@@ -220,7 +220,7 @@ def _run_of(folder: Path, content: Content) -> Run:
 
 
 def of_trainings(title: str, trainings: list[Training]) -> Content:
-    """Return the report of trainings alone: curves, and an export's counts at their end."""
+    """Return the report of trainings alone: curves, and the counts of an export at the end."""
     content = add_trainings(Content(title=title, made=now()), trainings)
     counted = [t.epochs[-1].amounts for t in trainings if t.epochs and t.epochs[-1].amounts]
     gain = {
@@ -248,7 +248,7 @@ def trainings_in(folder: Path) -> list[Training]:
 
 
 def _result(path: Path) -> dict[str, Any] | None:
-    """Return the result of a recipe's run; None if it did not end."""
+    """Return the result of a recipe's run; None if the run has not ended."""
     if not path.exists():
         return None
     found = read_json(path, "`l0prune run` in this folder writes it anew, once it is removed.")
@@ -258,7 +258,7 @@ def _result(path: Path) -> dict[str, Any] | None:
 
 
 def tested(old: Metric | None, result: Mapping[str, Any]) -> Metric:
-    """Return the metric of a recipe's result; what it was before is known from its trainings."""
+    """Return the metric of a recipe's result, with the value before from its trainings."""
     name = str(result["metric"])
     return Metric(
         name=name,

@@ -1,4 +1,4 @@
-"""``l0prune.shrink``: a network and some inputs in, a smaller network out; no labels needed."""
+"""``l0prune.shrink``: make a network smaller from some of its inputs, without labels."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from l0prune.timing.table import LatencyTable
 from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
 
-_RATE = 1e-4  # of recovery: weights are near a good place, and the usual 1e-3 leaves it
+_RATE = 1e-4  # learning rate of recovery: the usual 1e-3 would leave the nearby minimum
 _UNDONE = (
     "the training on the network's own answers ended farther from them on inputs that were held "
     "out, so it was undone: give more inputs (samples), or fewer epochs"
 )
-_TRIED = 5  # sizes, for a tolerance
-_SMALLEST = 0.05  # share of the MACs, below which a tolerance does not go
+_TRIED = 5  # sizes that are tried for a tolerance
+_SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
 
 
 def shrink(
@@ -121,7 +121,7 @@ def shrink(
 def _nearness(
     model: nn.Module, other: nn.Module, judged: list[Any], place: torch.device
 ) -> Fidelity:
-    """Return how near another network's outputs are to a model's, on a device."""
+    """Return the fidelity of another network's outputs to a model's, on a device."""
     with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
         return fidelity(model, other, judged)
 
@@ -133,10 +133,10 @@ def _is_about_time(budget: LimitsLike) -> bool:
 def _smallest(
     found: Calibration, division: Division, allowed: float
 ) -> tuple[list[Step], Fidelity]:
-    """Leave the smallest network that is near enough; what was tried, ascending, and how near.
+    """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
     Raises:
-        UsageError: none of those that were tried is.
+        UsageError: no size that was tried is within the tolerance.
     """
     whole = snapshot(found.root)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
@@ -147,7 +147,7 @@ def _smallest(
         put_back(found.root, whole)
         try:
             after = fit_and_compensate(found, f"macs={share:.4f}", division)[1].after
-        except UsageError:  # less than can be taken away
+        except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
         steps.append(Step(share, after))

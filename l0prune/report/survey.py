@@ -1,4 +1,4 @@
-"""The survey: what could be cut out of a network, what could not and why.
+"""Survey of a network: possible cuts, and the reasons for what stays whole.
 
 Tables stay short for networks of any depth: numbered names share a row, ``layer3.{0..5}.conv1``.
 """
@@ -35,18 +35,18 @@ from l0prune.running.environment import as_html
 
 T = TypeVar("T")
 
-# Counters are numbers on their own (``blocks.3``) or inside a path (``layer3.0``), but not those
-# at its end: conv1 is not conv2.
+# Counters are separate numbers (``blocks.3``) or numbers inside a path (``layer3.0``), but not at
+# the end of its last name: conv1 is not conv2.
 _COUNTER = re.compile(r"(?<!\w)\d+(?!\w)|(?<=[A-Za-z_])\d+(?=\.\w)")
 
 
 def mask_numbers(text: str) -> str:
-    """The text with its counters masked: equal for texts that differ in nothing else."""
+    """Return the text with counters masked: equal for texts that differ only in these."""
     return _COUNTER.sub("#", text)
 
 
 def join_numbered(texts: Sequence[str]) -> str:
-    """Texts of one pattern as a single one, with ranges where their counters differ."""
+    """Join texts of one pattern to a single one, with ranges where counters differ."""
     counters = [_COUNTER.findall(text) for text in texts]
     columns = [[int(n) for n in column] for column in zip(*counters, strict=True)]
     ranges = map(_number_range, columns)
@@ -54,7 +54,7 @@ def join_numbered(texts: Sequence[str]) -> str:
 
 
 def _number_range(numbers: Sequence[int]) -> str:
-    """``3``, ``{0..5}`` or ``{1,4,6}``."""
+    """Format numbers as ``3``, ``{0..5}`` or ``{1,4,6}``."""
     found = sorted(set(numbers))
     if len(found) == 1:
         return str(found[0])
@@ -66,7 +66,7 @@ def _number_range(numbers: Sequence[int]) -> str:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Names in few words: those of one pattern as one, and no more than three."""
+    """Return a short list of names: those of one pattern joined, and at most three."""
     shown = [join_numbered(group) for group in group_by(names, mask_numbers)]
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return " + ".join(shown[:3]) + more
@@ -83,7 +83,7 @@ def group_by(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]
 def tables(
     plan: Plan, layers: Sequence[Layer], params: int, macs: int
 ) -> Iterator[Table | Text | str]:
-    """Tables of a survey: what can be cut; layers, equal ones in one row; the next command."""
+    """Yield the tables of a survey: axes; layers, similar ones in one row; remarks and hints."""
     if plan.axes:
         yield _axes(plan)
     if layers:
@@ -99,7 +99,7 @@ def tables(
 
 
 def _axes(plan: Plan) -> Table:
-    """The axes, those whose names differ in counters only together."""
+    """Return the table of axes; those whose names differ only in counters share a row."""
     table = _table("Can be cut", "axis", "slots", "gates multiply")
     sites: dict[int, list[str]] = {}
     for site in plan.sites:
@@ -120,7 +120,7 @@ def _axes(plan: Plan) -> Table:
 
 
 def _layers(layers: Sequence[Layer], params: int, macs: int) -> Table:
-    """Every layer. Its two sides name their axes, or say why they stay whole."""
+    """Return the table of layers, whose two sides show their axes or why they stay whole."""
     title = "Every layer: what can be cut on its two sides, or why it stays whole"
     table = _table(title, "layer", "input side", "output side")
     for column in ("params", "MACs"):
@@ -138,7 +138,7 @@ def _layers(layers: Sequence[Layer], params: int, macs: int) -> Table:
 
 
 class _PlainTable(Table):
-    """A table whose cells are shown as they are: names may hold brackets, which rich reads."""
+    """Table whose cells are shown as they are: names may hold brackets, rich's markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*(Text(cell) for cell in cells), **options)
@@ -147,24 +147,24 @@ class _PlainTable(Table):
 def _table(title: str, *columns: str) -> Table:
     table = _PlainTable(title=title)
     for column in columns:
-        table.add_column(column, overflow="fold")  # names are there to be copied: never cut short
+        table.add_column(column, overflow="fold")  # names are to be copied, so never truncated
     return table
 
 
 def _alike(layer: Layer) -> tuple[Hashable, ...]:
-    """Return the key that layers in one row share."""
+    """Return the key that the layers of one row share."""
     carries = layer.input.axes == layer.output.axes
     sides = (_short(layer.input), _short(layer.output))
     return (mask_numbers(layer.name), layer.kind, carries, *sides)
 
 
 def _short(side: Side) -> str:
-    """Return the key by which sides of different rows differ."""
+    """Return the key of a side, which is the same for layers that share a row."""
     return ", ".join(dict.fromkeys(map(mask_numbers, side.axes))) + " | " + mask_numbers(_why(side))
 
 
 def _side(sides: Sequence[Side]) -> str:
-    """The sides of layers that share a row, in words."""
+    """Describe the sides of layers that share a row."""
     names = list_names(name for side in sides for name in side.axes)
     why = join_numbered([_why(side) for side in sides])
     if not names:
@@ -175,7 +175,7 @@ def _side(sides: Sequence[Side]) -> str:
 
 
 def _why(side: Side) -> str:
-    """The reason without the hint on what to do."""
+    """Return the reason without the hint that follows it."""
     return side.reason.partition("; ")[0]
 
 
@@ -203,18 +203,17 @@ class Survey:
 
     Attributes:
         plan: the axes, pins and costs as data.
-        example: the example inputs it was made with, positional and by name.
-        unused: parameters that the eval-mode forward never touches (auxiliary heads).
+        example: the example inputs of the survey, positional and by name.
+        unused: parameters that the eval-mode forward never uses (auxiliary heads).
         layers: every Linear, convolution, embedding and bare weight of the model, with the axes
             on its two sides or the reason why they stay whole.
         draws: operators that draw random numbers in eval mode, each with its source line.
-        fixed: of the sizes that were asked to be free those that cannot be, by name, and why.
+        fixed: reasons, by name, for sizes that were requested to be free but cannot be.
         no_class: why an export will be the captured graph and not of the model's own class, found
-            by a trial with half of all slots cut; empty where it keeps its class, None where that
-            was not tried.
-        weights: what the layers were found by.
+            by a trial with half of all slots cut; empty if it keeps its class, None if not tried.
+        weights: the weights that the layers were found by.
         whole: the streams between layers of which nothing can be cut, though each weight on one
-            may be cut on its other side; those of most parameters first.
+            may be cut on its other side; those with the most parameters first.
     """
 
     plan: Plan
@@ -229,30 +228,30 @@ class Survey:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that can be cut."""
+        """Axes that can be cut."""
         return self.plan.axes
 
     @property
     def pins(self) -> tuple[Pin, ...]:
-        """The places that cannot be cut, with reasons."""
+        """Places that cannot be cut, with reasons."""
         return self.plan.pins
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Branches that could be left out whole, if they get a gate of their own: see ``gate``."""
+        """Branches that can be removed as a whole, if they get a separate gate: see ``gate``."""
         return self.plan.branches
 
     @property
     def closing(self) -> dict[str, str]:
-        """Axes that may close completely, each with the branch that is gone then if it has a gate.
+        """Axes that may close completely, each with the branch that this removes if it has a gate.
 
-        Any other keeps one slot: what follows is computed from it, or its branch adds a bias.
+        Any other axis keeps one slot: later values depend on it, or its branch adds a bias.
         """
         return {name: branch.name for branch in self.branches for name in branch.closing}
 
     @property
     def params(self) -> int:
-        """Parameters of the dense model that its forward uses."""
+        """Number of parameters of the dense model that its forward uses."""
         return cost_of(self.plan).dense("params")
 
     @property
@@ -261,24 +260,24 @@ class Survey:
         return cost_of(self.plan).dense("macs")
 
     def reachable(self, measure: str) -> float:
-        """The share of the model's ``"params"``, ``"macs"``, … that some axis can take away.
+        """Return the share of the model's ``"params"``, ``"macs"``, … that axes can remove.
 
         Raises:
-            UsageError: there is no such measure, or it takes more than the model.
+            UsageError: there is no such measure, or it needs more than the model.
         """
         return measure_of(self.plan, measure).reachable()
 
     @property
     def params_on_whole_streams(self) -> float:
-        """The share of the parameters that have a side on a stream of ``whole``, from 0 to 1.
+        """Share of the parameters that have a side on a stream of ``whole``, from 0 to 1.
 
-        A weight that is cut on one side alone shrinks with the number of slots that are left, one
-        that is cut on both with its square. ``reachable`` counts both kinds alike.
+        A weight that is cut on one side only shrinks linearly in the share of kept slots, one that
+        is cut on both sides quadratically. ``reachable`` does not distinguish these.
         """
         return _share(self.plan, {name for stream in self.whole for name in stream.tensors})
 
     def to_dict(self) -> dict[str, Any]:
-        """The survey as plain data for machines."""
+        """Return the survey as plain data."""
         return {
             "params": self.params,
             "macs": self.macs,
@@ -311,11 +310,11 @@ class Survey:
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print what can be cut, then every layer with the possible cuts of its two sides."""
+        """Yield a summary of possible cuts, then the tables of axes and layers."""
         yield (
             f"{self.params:,} params, {self.macs:,} MACs (multiply-accumulates) an example; "
             f"{self.plan.size:,} slots (channels, neurons, heads and the like) on {len(self.axes)} "
@@ -373,7 +372,7 @@ class Survey:
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def _on_class(self) -> str:
-        """Describe the modules that cannot know their sizes."""
+        """Describe the modules whose code determines a size without an attribute for it."""
         first, *others = self.plan.code.reused
         more = f" (and {len(others)} more of that kind)" if others else ""
         return (
@@ -451,7 +450,7 @@ def survey(
 
 
 def _share(plan: Plan, tensors: Collection[str]) -> float:
-    """Return the share of the parameters that these tensors have."""
+    """Return the share of all parameters that are in these tensors."""
     costs = [cost for cost in plan.costs if cost.unit == "params"]
     mine = CostModel(plan, [cost for cost in costs if cost.tensor in tensors])
     return mine.dense("params") / max(CostModel(plan, costs).dense("params"), 1)

@@ -1,7 +1,7 @@
 """Batches of a task: their parts, the call of a model on them, and their order.
 
-Seed and number of the epoch decide the order. A batch may be one part of a larger one, for
-processes and micro-batches; its weight says how much of the mean it counts.
+Seed and epoch number determine the order. A batch may be one part of a larger one, for processes
+and micro-batches; its weight is that in the mean over all parts.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
     Attributes:
         inputs: a tensor, a tuple of positional or a dict of keyword arguments of the model.
         targets: what the loss compares the outputs with.
-        weight: what the mean over these examples counts in the mean over all parts of the whole
+        weight: weight of the mean over these examples in the mean over all parts of the whole
             batch: their number over that of a mean part. 1 for a whole batch or an equal part,
-            0 for an example that is computed along, but is another part's.
+            0 for a borrowed example, which belongs to another part.
     """
 
     inputs: Any
@@ -86,7 +86,7 @@ class Batch(NamedTuple):
         return (self.part((number, count)) for number in range(count))
 
     def head(self, most: int) -> Batch:
-        """Return the first examples, about ``most`` and no more; all where none can be cut off."""
+        """Return the first examples, at most ``most``; all if the batch cannot be divided."""
         length = batch_length(self.inputs, self.targets)
         try:
             return self.part((0, max(1, math.ceil(length / most))))
@@ -102,7 +102,7 @@ def part_weight(length: int, part: Share) -> float:
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Call the model: a tuple holds its positional arguments, a mapping its keyword ones.
 
-    Labels among the inputs are passed on only where the model's forward has a place for them.
+    Labels among the inputs are passed on only if the model's forward has a parameter for them.
     """
     args, kwargs = as_arguments(inputs)
     return model(*args, **_fitting(model, kwargs))
@@ -125,7 +125,7 @@ def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(model: nn.Module) -> dict[str, None] | None:
-    """Return the names of forward's parameters; None where it takes any, or has no signature."""
+    """Return the names of forward's parameters; None if it takes any or is not overridden."""
     forward = type(model).forward
     return None if forward is nn.Module.forward else _names_of(forward)
 
@@ -140,13 +140,13 @@ def _names_of(forward: Callable[..., Any]) -> dict[str, None] | None:
 
 
 class Feed:
-    """The training batches of a task.
+    """Feed of the training batches of a task.
 
     Attributes:
-        part: which part of every batch is this process'.
-        batch_size: examples a batch of all processes, where the source lets us choose.
+        part: this process's part of every batch.
+        batch_size: examples per batch over all processes, if the source lets it be chosen.
         size: N, the number of training examples.
-        steps: training batches an epoch.
+        steps: training batches per epoch.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Feed:
 
     @property
     def length(self) -> int:
-        """Examples a batch of all processes, as the source makes them."""
+        """Number of examples per batch over all processes, as the source yields them."""
         source = self.task.train
         if is_split(source):
             return self.batch_size
@@ -188,7 +188,7 @@ class Feed:
         return max(1, round(self.size / self.steps))
 
     def train(self, epoch: int, device: torch.device) -> Iterator[Batch]:
-        """Return the batches of an epoch."""
+        """Return the training batches of an epoch on the device."""
         source = self.task.train
         if is_split(source):
             generator = torch.Generator().manual_seed(self._seed_of(epoch))
@@ -215,9 +215,9 @@ class Feed:
         return self._seed * 1_000_003 + epoch
 
     def _in_one_order(self, source: Any, epoch: int) -> Iterator[Any]:
-        """Return a loader's own batches, the same ones in every process.
+        """Return the batches of a user's loader, in the same order in every process.
 
-        A loader draws its order from the global generator when it is asked for its first batch.
+        A loader draws its order from the global generator when it yields its first batch.
         """
         if self.part == WHOLE:
             return iter(source)
@@ -228,7 +228,7 @@ class Feed:
         return chain(first, batches)
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that belong to the training source and decide its order."""
+        """Return the generators of the training source, which determine its order."""
         found = [
             getattr(holder, "generator", None)
             for holder in (self.task.train, getattr(self.task.train, "sampler", None))
@@ -237,7 +237,7 @@ class Feed:
 
 
 def usual_batch_size(source: Any) -> int:
-    """Return how many examples a batch of this source has where nobody asks for a number."""
+    """Return the default number of examples in a batch of this source."""
     return int(getattr(source, "usual_batch_size", USUAL_BATCH_SIZE))
 
 
@@ -296,7 +296,7 @@ def _examples(source: Source) -> int:
 
 
 def _length(source: Any) -> int | None:
-    """Return the length of a source; None where it has none, as a stream's loader."""
+    """Return the length of a source; None if it has none, such as the loader of a stream."""
     try:
         return len(source)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Losses and metrics by name: what is learned from, and what is reported."""
+"""Losses and metrics by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import named
 
-# Probabilities of classes sum to 1 up to this, also in half precision.
+# Tolerance of the sum of class probabilities, which is 1, also in half precision.
 _SUMS_TO_1 = 0.01
 
 
@@ -24,8 +24,7 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """Mean cross-entropy of class scores, in float32.
 
     Shape: outputs ``(batch, classes, …)`` or an object with such ``.logits``; targets
-    ``(batch, …)`` of class numbers (-100 counts for nothing), or probabilities of the outputs'
-    shape.
+    ``(batch, …)`` of class numbers (-100 is ignored), or probabilities of the outputs' shape.
     """
     scores = _class_scores(outputs)
     if not _are_classes(scores, targets):
@@ -36,10 +35,10 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
 
 
 def error_rate(outputs: Any, targets: Any) -> Tensor:
-    """Return for each example the fraction of its targets without the highest score.
+    """Return for each example the fraction of its targets that do not have the highest score.
 
-    Targets that are no number of a class, such as -100 or 255, do not count; an example that
-    has only those counts as 0.
+    Targets that are no class number, such as -100 or 255, are ignored; an example that has only
+    such targets counts as 0.
 
     Shape: as for ``cross_entropy``; result ``(batch,)``.
     """
@@ -60,19 +59,19 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
 
 
 def is_classification(outputs: Any, targets: Any) -> bool:
-    """Return whether outputs are class scores, one row an example, and targets choose a class.
+    """Return whether outputs are class scores, one row per example, and targets choose a class.
 
-    Of a sequence's scores it is not told.
+    False for ``.logits`` of sequences, whose classes are in the last dim.
     """
     scores = tensor_output(outputs)
     return scores is not None and class_dim(outputs) == 1 and _are_classes(scores, targets)
 
 
 def class_dim(outputs: Any) -> int | None:
-    """Return the dim of a model's output tensor along which its numbers are scores of classes.
+    """Return the dim of a model's output tensor that holds the class scores.
 
-    It is dim 1, as in torch; of ``.logits`` of shape (batch, places, classes) the last. None where
-    there is one number for an example, or the output is no tensor.
+    It is dim 1, as in torch; for ``.logits`` of shape (batch, places, classes) the last. None if
+    there is one number per example, or the output is no tensor.
     """
     scores = tensor_output(outputs)
     if scores is None or scores.dim() < 2:
@@ -88,7 +87,7 @@ def tensor_output(outputs: Any) -> Tensor | None:
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
-    """Return ``tensor_output``; a UsageError that says ``otherwise`` where there is none."""
+    """Return ``tensor_output``; raise a UsageError that ends in ``otherwise`` if there is none."""
     found = tensor_output(outputs)
     if found is None:
         raise UsageError(f"the model returns a {type(outputs).__name__}{otherwise}")
@@ -96,7 +95,7 @@ def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
 
 
 def _class_scores(outputs: Any) -> Tensor:
-    """Return the class scores in what a model returns."""
+    """Return the class scores in a model's outputs."""
     return needed_tensor(
         outputs,
         ", not a tensor of class scores; give a loss (and a metric) that knows what to do with it: "
@@ -115,7 +114,7 @@ def _are_classes(scores: Tensor, targets: Any) -> bool:
 
 
 def _other_losses(scores: Tensor, targets: Any) -> str:
-    """Suggest losses where cross-entropy does not fit."""
+    """Return a message that suggests other losses if cross-entropy does not fit."""
     if not isinstance(targets, Tensor):
         return (
             f"cross-entropy is not for targets that are a {type(targets).__name__}; give a loss "
@@ -143,7 +142,7 @@ def _other_losses(scores: Tensor, targets: Any) -> str:
 
 
 def _is_one(scores: Tensor) -> bool:
-    """Return whether there is one number for each example, so that there are no classes."""
+    """Return whether there is one number per example, so that there are no classes."""
     return scores.dim() < 2 or scores.shape[1] == 1
 
 
@@ -157,7 +156,7 @@ Metric = Callable[[Any, Any], Any]
 
 AUTO, NEXT_TOKEN, PERPLEXITY = "auto", "next-token", "perplexity"
 IGNORED = -100  # the target that torch's cross-entropy leaves out
-# One number against one: what the outputs are compared with has their shape.
+# Elementwise losses: targets have the shape of the outputs.
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
@@ -175,7 +174,7 @@ def _elementwise(name: str, outputs: Any, targets: Any) -> Tensor:
 
 
 def label_error(outputs: Any, targets: Any) -> Tensor:
-    """Return for each example the fraction of labels on whose wrong side of 0 the score is.
+    """Return for each example the fraction of labels whose score has the wrong sign.
 
     Shape: outputs and targets of 0 and 1 ``(batch, …)``; result ``(batch,)``.
     """
@@ -186,7 +185,7 @@ def label_error(outputs: Any, targets: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Mean over tokens, of which batches may hold differently many: their sum, and how many."""
+    """Mean over tokens, given as sum and count, since batches may differ in their counts."""
 
     total: Tensor
     count: int
@@ -197,20 +196,20 @@ def next_token(outputs: Any, targets: Any) -> Tensor:
 
     Shape: outputs ``(texts, tokens, vocabulary)`` or an object with such ``.logits``, of which
     those at one token are for the next one; targets ``(texts, tokens)``, the tokens themselves
-    (-100 counts for nothing).
+    (-100 is ignored).
     """
     total, count = _token_losses(outputs, targets)
     return total / count
 
 
 def perplexity(outputs: Any, targets: Any) -> TokenMean:
-    """Return the cross-entropy of which the perplexity is exp; shapes as for ``next_token``."""
+    """Return the cross-entropy whose exp is the perplexity; shapes as for ``next_token``."""
     total, count = _token_losses(outputs, targets)
     return TokenMean(total.detach().double(), count)
 
 
 def _token_losses(outputs: Any, targets: Any) -> tuple[Tensor, int]:
-    """Return the sum of the cross-entropies of the tokens that count, and how many these are."""
+    """Return the sum of the cross-entropies of the tokens that count, and their number."""
     scores = _class_scores(outputs)
     is_text = isinstance(targets, Tensor) and not targets.is_floating_point()
     if not is_text or scores.dim() != 3 or scores.shape[:2] != targets.shape:
@@ -263,12 +262,12 @@ def check_name(given: Any, kind: str) -> None:
 
 
 def loss_of(given: Loss | str) -> Loss:
-    """Return the loss of a name, ``file.py:function`` or function; not of ``"auto"``."""
+    """Return the loss given by name, ``file.py:function`` or function; not ``"auto"``."""
     return _function(given, "loss", _LOSSES)
 
 
 def metric_of(given: Metric | str) -> Metric:
-    """Return the metric of a name, ``file.py:function`` or function."""
+    """Return the metric given by name, ``file.py:function`` or function."""
     return _function(given, "metric", _METRICS)
 
 
@@ -338,7 +337,7 @@ def describe(part: Any) -> str:
 
 
 def _alike(name: str, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets as numbers of one shape and type."""
+    """Return outputs and targets in the same shape and dtype."""
     found = tensor_output(outputs)
     if found is None or not isinstance(targets, Tensor):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Device, precision and mode of a model's computation."""
+"""Device, precision and train mode in which a model computes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def choose_device(
     device: str | torch.device, model: nn.Module, world: World = ALONE
 ) -> torch.device:
-    """Return the device to compute on; ``"auto"`` stays on a GPU, else takes one, else the CPU.
+    """Return the device to compute on; ``"auto"``: the model's if no CPU, else a GPU, else the CPU.
 
-    Of several processes on one machine each takes a GPU of its own, by ``LOCAL_RANK``.
+    Each of several processes on one machine takes a separate GPU, by ``LOCAL_RANK``.
     """
     if device == "auto":
         here = device_of(model)
@@ -73,7 +73,7 @@ def check_values(model: nn.Module) -> None:
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Return the device itself where it computes in float64, else the CPU."""
+    """Return the device if it computes in float64, else the CPU."""
     try:
         torch.zeros(1, dtype=torch.float64, device=device).sum()
     except (RuntimeError, TypeError, AssertionError):
@@ -96,7 +96,7 @@ def precision(device: torch.device, autocast: str | None) -> AbstractContextMana
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep the model on ``device`` within the context; afterwards it is back on its own."""
+    """Move the model to ``device`` within the context, and back afterwards."""
     home = device_of(model)
     if home == device or (device.index is None and home.type == device.type):
         yield
@@ -110,10 +110,10 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def train_mode(model: nn.Module) -> Iterator[None]:
-    """Set train mode within the context, and afterwards the mode of each submodule as it was.
+    """Set train mode within the context, and restore the mode of each submodule afterwards.
 
-    In a model that is in train mode already, submodules in eval mode stay so: a BatchNorm that
-    somebody froze, for instance.
+    In a model that is already in train mode, submodules in eval mode stay so: a frozen BatchNorm,
+    for instance.
     """
     with modes_kept(model):
         if not model.training:

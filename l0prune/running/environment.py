@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def command(arguments: list[str]) -> str:
-    """Return a command line as one would type it; empty where no command started the process."""
+    """Return a command line as typed in a shell; empty if no command started the process."""
     name = Path(arguments[0]).name if arguments else ""
     if name in ("l0prune", "__main__.py"):
         return shlex.join(["l0prune", *arguments[1:]])
@@ -43,7 +43,7 @@ def command(arguments: list[str]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name by its maker, or its kind."""
+    """Return the product name of a GPU, or a device's type."""
     import torch  # takes seconds, and the command line's help needs this file
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -57,15 +57,15 @@ def _version(package: str) -> str:
 
 
 def is_first_process() -> bool:
-    """Return whether this process speaks to the user, as far as its launcher says."""
-    dist = sys.modules.get("torch.distributed")  # not loaded: nobody can have made a group
+    """Return whether this is the first process, by its process group or its launcher."""
+    dist = sys.modules.get("torch.distributed")  # if not loaded, there can be no group
     if dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
     return not is_launched() or int(os.environ["RANK"]) == 0
 
 
 def is_launched() -> bool:
-    """Return whether torchrun started this process with others."""
+    """Return whether torchrun started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 

@@ -1,6 +1,6 @@
 """Evaluation passes over data: loss and metric, first checks, BatchNorm statistics.
 
-All run in eval mode, with deterministic gates, and leave the model's mode as it was.
+All run in eval mode, with deterministic gates, and restore the model's mode.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TEST = "model, test data, loss and metric"
 def check_first_batch(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
 ) -> float | None:
-    """Check that one training batch goes through model and loss.
+    """Check that model and loss run on one training batch.
 
-    Returns the loss, in eval mode; None where the model has none then.
+    Returns the loss, in eval mode; None if the model returns none in that mode.
     """
     batch = next(feed.train(0, device), None)
     if batch is None:
@@ -65,7 +65,7 @@ def check_first_test(
 
 @contextmanager
 def explain_mismatch(batches: Sequence[Batch], what: str) -> Iterator[None]:
-    """Convert errors within the context, which the last of these batches made, into messages."""
+    """Convert errors within the context into a DataError that describes the last batch."""
     try:
         yield
     except (L0pruneError, torch.OutOfMemoryError):
@@ -162,7 +162,7 @@ def evaluate_batches(
     between: Callable[[], None] = lambda: None,
     world: World = ALONE,
 ) -> dict[str, float]:
-    """Return loss and metric over the ``batches`` of all processes, the same in each of them.
+    """Return loss and metric over the ``batches`` of all processes, equal in each process.
 
     ``between`` is called after each batch and may raise.
     """
@@ -189,7 +189,7 @@ def evaluate_batches(
 
 
 def _total(value: Tensor | TokenMean, examples: int) -> tuple[Tensor, int]:
-    """Return the sum over a batch, and how many numbers it is of."""
+    """Return the sum of a loss or metric over a batch, and the number of summands."""
     if isinstance(value, TokenMean):
         return (value.total, value.count) if examples else (value.total * 0, 0)
     return value.float().sum() * (examples / value.numel()), examples
@@ -208,9 +208,9 @@ def _with_statistics(model: nn.Module) -> Iterator[BatchNormBase]:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Normalise by the statistics of the batch within the context, and gather none.
+    """Let BatchNorms use batch statistics within the context, without updating running ones.
 
-    One that is of several processes (SyncBatchNorm) is left alone.
+    SyncBatchNorm, whose statistics are those of several processes, is left alone.
     """
     norms = [n for n in _with_statistics(model) if not isinstance(n, nn.SyncBatchNorm)]
     modes = [norm.training for norm in norms]
@@ -231,9 +231,9 @@ def recalibrate(
 ) -> list[Tensor]:
     """Set running statistics to the plain average over ``batches``, and return these buffers.
 
-    Everything else is in eval mode: so they belong to the deterministic gates and the averaged
-    weights, not to the samples and the steps on the way there. A model without a BatchNorm in train
-    mode is left alone.
+    Everything else is in eval mode: so the statistics are those of the deterministic gates and the
+    averaged weights, not of gate samples and weights during training. A model without a BatchNorm
+    in train mode is left alone.
     """
     norms = [norm for norm in _with_statistics(model) if norm.training]
     if not norms:

@@ -1,6 +1,6 @@
-"""Heartbeat of processes that train together: a machine that goes away is noticed and said.
+"""Heartbeat of processes that train together: a lost machine is detected and reported.
 
-A process that ends closes its connections, and the others hear of it at once. A machine that loses
+A process that ends closes its connections, and the others notice at once. A machine that loses
 power or its network closes nothing: without this, the others would wait for its gradients for as
 long as the longest step may take.
 """
@@ -22,7 +22,7 @@ VARIABLE = "L0PRUNE_LOST_AFTER"
 _AFTER = 120.0  # seconds without a sign of life
 _BEATS = 10  # in that time
 _LEFT = b"left"
-_PARTING = 1.0  # seconds for the last word, where the store may be gone
+_PARTING = 1.0  # seconds for a thread's last message, since the store may have ended
 
 
 def lost_after() -> float:
@@ -42,16 +42,16 @@ def lost_after() -> float:
 
 
 class Heartbeat:
-    """Signs of life of one process, and a watch over those of the others.
+    """Sender of one process's signs of life, and watcher of those of the others.
 
     Args:
         store: that the processes share, over a connection that nothing else uses.
-        key: of this group of processes in the store.
+        key: prefix of this group's keys in the store.
         rank: number of this process, from 0.
         size: count of the processes.
-        after: seconds without a sign of life after which one is lost.
-        say: called with a sentence, in one of the processes that are left.
-        end: called in each of these then.
+        after: seconds without a sign of life after which a process counts as lost.
+        say: called with a message when one is lost, in one of the processes that are left.
+        end: called then in each process that is left.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Heartbeat:
         ]
 
     def start(self) -> None:
-        """Begin; all processes must have made theirs before."""
+        """Start the threads; all processes must have created their ``Heartbeat`` before."""
         self._heard = [time.monotonic()] * len(self._keys)
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End, and say so, that the others do not wait for this process."""
+        """Stop, and mark this process as left, so that others do not wait for it."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(_PARTING)
 
     def _beat(self) -> None:
-        """Write this process' signs and read the others'; where the store is gone, it may hang."""
+        """Write this process's signs and read the others'; it may hang once the store has ended."""
         count = 0
         try:
             while not self._stopped.wait(self._after / _BEATS):
@@ -101,7 +101,7 @@ class Heartbeat:
                     elif value != self._seen[number]:
                         self._seen[number], self._heard[number] = value, time.monotonic()
             self._store.set(self._keys[self._rank], _LEFT.decode())
-        except Exception:  # the store went with its process: then there is no news from here on
+        except Exception:  # the store ended with its process: no signs can be read from here on
             return
 
     def _watch(self) -> None:
@@ -111,7 +111,7 @@ class Heartbeat:
             if not lost:
                 continue
             left = [n for n in range(len(self._keys)) if n not in lost]
-            if self._rank in lost:  # no news at all: the machine that keeps the store is gone
+            if self._rank in lost:  # nothing was read: the machine that hosts the store is lost
                 self._say(_sentence("the other machines", self._after))
             elif self._rank == min(left):
                 names = ", ".join(map(str, lost))
@@ -132,14 +132,14 @@ def _sentence(of: str, after: float) -> str:
 def heartbeat(
     store: Any, key: str, rank: int, size: int, meet: Callable[[], None]
 ) -> Iterator[None]:
-    """Within the context a process that is lost ends all, and is said.
+    """End all processes, with a message, if one is lost within the context.
 
     Args:
         store: see ``Heartbeat``, as for ``key``, ``rank`` and ``size``.
-        meet: returns when all processes have called it.
+        meet: barrier, which returns when all processes have called it.
     """
-    # A step that waits for a machine that is gone can be ended in no other way than with its
-    # process. Files are written whole or not at all, so that nothing is damaged.
+    # A step that waits for a lost machine can only be ended by ending its process. Files are
+    # written atomically, so that none is damaged.
     say, end = partial(print, "error:", file=sys.stderr, flush=True), partial(os._exit, 1)
     beat = Heartbeat(store, key, rank, size, lost_after(), say, end)
     meet()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import TorchDispatchMode, uncompiled
 
 _ATEN = torch.ops.aten
-# Name, tensor, and the first and the last index that is allowed.
+# Name, index tensor, and the first and last valid index.
 _Range = tuple[str, Any, int, int]
 
 
@@ -24,8 +24,8 @@ _Range = tuple[str, Any, int, int]
 def checked_indices() -> Iterator[None]:
     """Raise an IndexError within the context before an operator reads beyond the end.
 
-    Compiled code runs uncompiled within: its operators are not seen else, and torch refuses to
-    compile whole graphs (``fullgraph=True``) under a mode that sees operators.
+    Compiled code runs uncompiled within: else its operators would not be seen, and torch refuses
+    to compile whole graphs (``fullgraph=True``) under a dispatch mode.
     """
     with uncompiled(), _Checked():
         yield
@@ -69,7 +69,7 @@ def _along_dim(values: Tensor, dim: int, indices: Tensor, *_: Any) -> list[_Rang
 
 
 def _of_each_dim(values: Tensor, indices: Sequence[Tensor | None], *_: Any) -> list[_Range]:
-    """Return the ranges of ``values[indices]``; a mask, which counts for its dims, ends them."""
+    """Return the ranges of ``values[indices]``, up to a mask, which spans several dims."""
     found: list[_Range] = []
     for size, each in zip(values.shape, indices, strict=False):
         if each is not None and each.dtype in (torch.bool, torch.uint8):

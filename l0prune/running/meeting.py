@@ -1,7 +1,7 @@
-"""Meeting place of processes that torchrun started: a part of their store that is new.
+"""Rendezvous of processes that torchrun started, in a fresh part of their store.
 
-Those that torchrun starts again find the store of the attempt before, with addresses at which
-nobody is any more, and would wait there.
+Processes that torchrun restarts find the store of the previous attempt, with addresses of
+processes that have ended, and would wait for these.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from l0prune.errors import TrainingError
 
 _OFFER = "l0prune/offer"
-_PAUSE = 0.02  # seconds between two looks
+_PAUSE = 0.02  # seconds between two polls
 
 
 def fresh_store(store: Any, rank: int, size: int) -> Any:
     """Return a part of a store into which no earlier attempt of these processes has written.
 
-    The first process offers a name for it, to which all others answer, each with a number of its
-    own; it stands once the first has repeated their numbers. So nobody takes an offer, an answer or
-    a repetition of an earlier attempt for one of this.
+    The first process offers a name for it, to which all others answer, each with a random number;
+    the name is valid once the first has repeated their numbers. So no process takes an offer, an
+    answer or a repetition of an earlier attempt for one of this attempt.
 
     Args:
         store: that all processes share, now and in earlier attempts.

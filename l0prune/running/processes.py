@@ -23,15 +23,15 @@ from l0prune.running.meeting import fresh_store
 
 T = TypeVar("T")
 
-_LONG = timedelta(hours=12)  # one process may write or test while the others wait
+_LONG = timedelta(hours=12)  # timeout: one process may write or test while the others wait
 _times_joined = count()
 
 
 class World:
     """Group of processes that train together.
 
-    Small things go from host to host on a group of their own, so that they need not wait for a
-    GPU. Every method but the properties must be called by all processes, in the same order.
+    Small data is exchanged between CPUs in a separate gloo group, without waiting for a GPU. Every
+    method but the properties must be called by all processes, in the same order.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, hosts: Any = None) -> None:
@@ -40,7 +40,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process writes files and speaks to the user."""
+        """Return whether this process writes files and prints messages."""
         return self.rank == 0
 
     @property
@@ -49,7 +49,7 @@ class World:
         return self.size > 1
 
     def mean_(self, tensor: Tensor) -> Tensor:
-        """Set a tensor in place to its mean over the processes, on its own device."""
+        """Set a tensor in place to its mean over the processes, on its device."""
         if self.is_shared:
             group = self._hosts if tensor.device.type == "cpu" else None
             dist.all_reduce(tensor, group=group)
@@ -57,20 +57,20 @@ class World:
         return tensor
 
     def largest_(self, tensor: Tensor) -> Tensor:
-        """Set a tensor in place to its largest over the processes, on its own device."""
+        """Set a tensor in place to its elementwise maximum over the processes, on its device."""
         if self.is_shared:
             group = self._hosts if tensor.device.type == "cpu" else None
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
         return tensor
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of these numbers over the processes."""
+        """Return the sum over the processes of each of these numbers."""
         if not self.is_shared:
             return list(values)
         return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def highest(self, value: int) -> int:
-        """Return the highest of the processes' numbers."""
+        """Return the maximum of the processes' numbers."""
         if not self.is_shared:
             return value
         tensor = torch.tensor(value)
@@ -85,14 +85,14 @@ class World:
         return values
 
     def from_first(self, value: T) -> T:
-        """Return the value that the first process has."""
+        """Return the first process's value."""
         values = [value]
         if self.is_shared:
             dist.broadcast_object_list(values, src=0, group=self._hosts)
         return values[0]
 
     def copy_from_first(self, tensor: Tensor) -> None:
-        """Set a tensor in place to what it is in the first process."""
+        """Set a tensor in place to its value in the first process."""
         if not self.is_shared:
             return
         theirs = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -119,7 +119,7 @@ class World:
         return result
 
     def first_then_all(self, action: Callable[[], T]) -> T:
-        """Run ``action`` in the first process, then in all: the first downloads, others find."""
+        """Run ``action`` in the first process, which may download, then in all others."""
         found = self.first_alone(action)
         return action() if found is None else found
 
@@ -129,7 +129,7 @@ _training_together: ContextVar[World | None] = ContextVar("training_together", d
 
 
 def those_that_train() -> World:
-    """The processes of ``process_group``; in a loop of the user's own, all of their group."""
+    """Return the processes of ``process_group``; outside it, those of torch's default group."""
     world = _training_together.get()
     if world is None and dist.is_available() and dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size())
@@ -146,11 +146,11 @@ def run_on_first(action: Callable[[], T]) -> T:
 
 @contextmanager
 def process_group(wanted: bool = True) -> Iterator[World]:
-    """Join the processes that torchrun started, or those of the user's own group.
+    """Join the processes that torchrun started, or those of the user's process group.
 
-    Unless that is ``wanted``, this process is alone, whatever there is. Where torchrun started it
-    and nobody has, a process group is made, and taken down at the end. An error in one process
-    ends all: the first to fail says why, the others raise ``StoppedElsewhere`` as soon as they hear
+    Unless that is ``wanted``, this process is alone in any case. If torchrun started it and there
+    is no process group yet, one is created, and destroyed at the end. An error in one process ends
+    all: the first to fail reports the reason, the others raise ``StoppedElsewhere`` when they learn
     of it. (They wait in a collective operation until the process that failed has left the group.)
     """
     with _joined(wanted) as world:
@@ -194,12 +194,12 @@ def _of_group() -> Iterator[World]:
     hosts: Any = dist.new_group(backend="gloo", timeout=_LONG)
 
     def meet() -> None:
-        # Who fails at once closes its connections, while another one may still be making them.
+        # A process that fails at once closes its connections while others may still connect.
         dist.barrier(hosts)
 
     try:
         with warnings.catch_warnings(), _watched(f"l0prune/alive/{number}", rank, size, meet):
-            # Said by DDP of 1×1 filters with channels last, whose strides are ambiguous.
+            # DDP warns so of 1×1 filters in channels_last, whose strides are ambiguous.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
             yield World(rank, size, hosts)
     except StoppedElsewhere:
@@ -220,7 +220,7 @@ def _of_group() -> Iterator[World]:
 
 @contextmanager
 def _watched(key: str, rank: int, size: int, meet: Callable[[], None]) -> Iterator[None]:
-    """Watch over the processes that torchrun started; a user's own are the user's to watch."""
+    """Watch the processes that torchrun started; other groups are left to the user."""
     if not is_launched():
         meet()
         yield
@@ -234,7 +234,7 @@ def _failed_before(key: str, rank: int, error: Exception) -> str | None:
     mine = f"process {rank} stopped, and so all: {error or type(error).__name__}"
     try:
         first = first_to_set(key, mine)
-    except RuntimeError:  # the store went with the process that kept it
+    except RuntimeError:  # the store ended with the process that hosted it
         return None
     return None if first == mine else first
 
@@ -246,12 +246,12 @@ def _is_lost_contact(error: Exception) -> bool:
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
-    """Return whether the tensor is a DTensor, of which this process has a part."""
+    """Return whether the tensor is a DTensor, of which this process holds a shard."""
     return hasattr(tensor, "placements")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor in this process, sharing memory; others as they are."""
+    """Return this process's shard of a sharded tensor, sharing memory; other tensors unchanged."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
@@ -263,7 +263,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a ``tensor`` that every process has whole as ``like`` is."""
+    """Shard a ``tensor`` that every process holds in full in the same way as ``like``."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -275,7 +275,7 @@ def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that is distributed in some way as ``like`` is."""
+    """Redistribute a sharded tensor to the placements of ``like``."""
     if not is_sharded(tensor) or not is_sharded(like):
         return tensor
     placed: Tensor = tensor.redistribute(placements=like.placements)
@@ -283,7 +283,7 @@ def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def from_local_like(part: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor, sharded as ``like`` is, of which this process has ``part``."""
+    """Return the tensor sharded like ``like`` whose shard in this process is ``part``."""
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -295,7 +295,7 @@ def from_local_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state_dict with whole tensors, on the CPU where they are gathered."""
+    """Return the optimizer's state_dict with full tensors; gathered ones are on the CPU."""
     return _with_state(
         optimizer.state_dict(),
         lambda _, value: full_tensor(value).cpu() if is_sharded(value) else value,
@@ -303,7 +303,7 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard the state that ``full_state`` returned as the parameters of ``optimizer`` are."""
+    """Shard the state that ``full_state`` returned like the parameters of ``optimizer``."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def cut(number: int, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""State of every random generator that training draws from."""
+"""States of all random generators that training draws from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def capture(device: torch.device, own: Iterable[torch.Generator] = ()) -> State:
 
 
 def restore(state: State, device: torch.device, own: Iterable[torch.Generator] = ()) -> None:
-    """Restore what ``capture`` returned; a state of another kind of device leaves this one's."""
+    """Restore what ``capture`` returned; the device's state only if it is of a GPU as well."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     inner = state["numpy"]["state"]

@@ -1,4 +1,4 @@
-"""Data sources by name: small sets, folders of images, functions of the user, pseudo-labels."""
+"""Data sources by name: small data sets, image folders, user functions; pseudo-labels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_pseudo_labels(
     autocast: str | None = None,
     held_out: Sequence[Any] = (),
 ) -> Task:
-    """Put the network's own answers in place of the targets, as pseudo-labels.
+    """Replace the targets by the network's answers, as pseudo-labels.
 
     Every example is answered once, in eval mode, and the answers are kept in memory; ``distill``
     computes them anew in each step, for data that is augmented or never ends.
@@ -78,7 +78,7 @@ def with_pseudo_labels(
     task = Task.of(_batched(data))
     if task.loss in (AUTO, NEXT_TOKEN):
         task = Task.of(task, loss="mse")
-    if task.metric == PERPLEXITY:  # of tokens, which are no longer there
+    if task.metric == PERPLEXITY:  # needs tokens as targets, which are replaced
         task = replace(task, metric=None, metric_name="")
     place = choose_device(device, network)
 
@@ -95,7 +95,7 @@ def _labelled(
 ) -> Source:
     if isinstance(source, Tensor):
         source = Tensors(source, torch.zeros(len(source)))
-    if isinstance(source, Loaded):  # whose examples may be inputs alone
+    if isinstance(source, Loaded):  # its examples may be inputs alone
         batches = _with_answers(source, torch.zeros(len(source))).batches(batch_size)
     else:
         batches = source.batches(batch_size) if is_split(source) else iter(source)
@@ -116,9 +116,9 @@ def _labelled(
 
 
 def has_targets(data: Any) -> bool:
-    """Return whether examples have targets: no inputs alone, nor mappings without labels.
+    """Return whether examples have targets: not inputs alone, nor mappings without labels.
 
-    One example or batch of the training data is looked at.
+    One example or batch of the training data is read.
     """
     data = data[0] if isinstance(data, tuple) and len(data) == 2 else data
     source = data if isinstance(data, Tensor | Mapping) else Task.of(data).train
@@ -135,7 +135,7 @@ def has_targets(data: Any) -> bool:
 
 
 def _batched(data: Any, size: int = USUAL_BATCH_SIZE) -> Any:
-    """Return data with batches in the place of a mapping of all examples."""
+    """Return data in which a mapping of all examples is split into a list of batches."""
     if isinstance(data, tuple):
         return tuple(_batched(part, size) for part in data)
     if not isinstance(data, Mapping):
@@ -153,7 +153,7 @@ def _inputs_of(batch: Any) -> Any:
 
 
 def _examples(inputs: Any) -> list[bytes]:
-    """Return the numbers of each example in a batch of inputs."""
+    """Return each example's tensor values, as bytes, in a batch of inputs."""
     length, rows = batch_length(inputs, None), list[list[bytes]]()
 
     def note(tensor: Tensor) -> None:
@@ -183,7 +183,7 @@ def _with_answers(source: Loaded, answers: Tensor) -> Loaded:
 
 
 class _WithAnswers(Dataset):
-    """Examples of a dataset, each with its answer."""
+    """Dataset of pairs: an example of another dataset and the network's answer."""
 
     def __init__(self, dataset: Any, answers: Tensor) -> None:
         self._dataset, self._answers = dataset, answers
@@ -196,7 +196,7 @@ class _WithAnswers(Dataset):
 
 
 class _Collate:
-    """Collate examples with answers as their own source does; a class, for worker processes."""
+    """Collate function of examples with answers; a class, since workers need to pickle it."""
 
     def __init__(self, source: Loaded) -> None:
         self._collate = source.collate
@@ -213,7 +213,7 @@ _WANTED = (
 
 
 def _to_data(found: Any, spec: str) -> Data:
-    """Convert the result of ``file.py:function``, a ``Data`` or (training, test), to a ``Data``."""
+    """Convert the result of ``file.py:function``, a ``Data`` or (train, test), to a ``Data``."""
     if isinstance(found, Data):
         return replace(found, name=spec)
     if not isinstance(found, tuple | list) or len(found) != 2:
@@ -244,9 +244,9 @@ def _split(part: Any, spec: str) -> Split:
 
 
 def _class_count(split: Split, spec: str) -> int | None:
-    """Number of classes as far as this part of the data shows; None if targets are no classes."""
+    """Return the number of classes seen in this part; None if targets are not classes."""
     if not len(split):
-        return 0  # Data says so in its own words
+        return 0  # Data raises an error for an empty part
     if isinstance(split, Tensors):
         return _count(split.targets, spec)
     assert isinstance(split, Loaded)
@@ -261,7 +261,7 @@ def _class_count(split: Split, spec: str) -> int | None:
 
 
 def _known_targets(dataset: Any) -> Tensor | None:
-    """Return all labels of a dataset that has them at hand, so that no example need be read."""
+    """Return all labels of a dataset if it stores them apart from its examples, else None."""
     if isinstance(dataset, Subset):
         whole = _known_targets(dataset.dataset)
         return None if whole is None else whole[torch.as_tensor(dataset.indices)]
@@ -288,13 +288,13 @@ def _fixed_size(
     std: list[float],
     pixel_max: float = 255.0,
 ) -> Preprocessing:
-    """Return the preprocessing of squares that keep their size."""
+    """Return the preprocessing of square images that are not resized."""
     shape = [len(color), side, side]
     return Preprocessing(input_size=shape, color=color, pixel_max=pixel_max, mean=mean, std=std)
 
 
 _CIFAR = _fixed_size("RGB", 32, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-# torchvision's class, and what its images become.
+# Class of torchvision, and preprocessing of its images.
 _KNOWN = {
     "mnist": ("MNIST", _fixed_size("L", 28, [0.1307], [0.3081])),
     "fashion-mnist": ("FashionMNIST", _fixed_size("L", 28, [0.2860], [0.3530])),
@@ -306,7 +306,7 @@ _DIGITS_TRAIN = 1437  # four of five
 
 
 def _digits(name: str, root: Path) -> Data:
-    """1,797 handwritten digits of 8×8 pixels that scikit-learn brings along, from −1 to 1."""
+    """Return scikit-learn's 1,797 handwritten digits of 8×8 pixels, with values from −1 to 1."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -321,14 +321,14 @@ def _digits(name: str, root: Path) -> Data:
 
 
 def _mnist(name: str, root: Path) -> Data:
-    """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
+    """Return MNIST or Fashion-MNIST: images of 28×28 pixels in ten classes."""
     sets = [_torchvision(name, root, train) for train in (True, False)]
     train, test = (_scaled(name, found.data[:, None], found.targets, shifted) for found in sets)
     return Data(name, train, test, 10, _KNOWN[name][1])
 
 
 def _cifar(name: str, root: Path) -> Data:
-    """Colour images of 32×32 pixels; CIFAR-10 also as JPEG files packed in ``cifar10-jpeg``."""
+    """Return CIFAR-10 or CIFAR-100; CIFAR-10 also from JPEG files packed in ``cifar10-jpeg``."""
     classes = 100 if name == "cifar100" else 10
     packed = root / "cifar10-jpeg"
     if name == "cifar10" and (packed / "train.npz").exists():
@@ -344,7 +344,7 @@ def _cifar(name: str, root: Path) -> Data:
 
 
 def _torchvision(name: str, root: Path, train: bool) -> Any:
-    """Return a torchvision dataset, downloaded only where it is not there yet."""
+    """Return a torchvision dataset, downloaded only if it cannot be read from ``root``."""
     from torchvision import datasets
 
     build = getattr(datasets, _KNOWN[name][0])
@@ -394,11 +394,11 @@ _NAMED: dict[str, Callable[[str, Path], Data]] = {
 }
 
 
-_TOKENS = 4096  # in a batch of text: each has scores for a whole vocabulary
+_TOKENS = 4096  # tokens per batch of text: each has scores for a whole vocabulary
 
 
 def _text(name: str, paths: Sequence[Path], tokenizer: Any, length: int) -> Task:
-    """Windows of text, each its own target: a model learns each next token."""
+    """Return the task of predicting each next token in windows of text, which are the targets."""
     size = max(1, _TOKENS // length)
     train, test = (
         Tensors(rows, rows, usual_batch_size=size)

@@ -1,4 +1,4 @@
-"""Stages of long work, announced to those who watch; without a watcher nothing happens.
+"""Stages of long work, announced to watchers; without a watcher nothing happens.
 
     with watched(print):
         l0prune.export(model)
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Events(Generic[T]):
-    """Events of one kind, and those who watch them in this context."""
+    """Events of one kind, and their watchers in the current context."""
 
     def __init__(self, name: str) -> None:
         self._watchers: ContextVar[tuple[Callable[[T], None], ...]] = ContextVar(name, default=())
@@ -34,14 +34,14 @@ class Events(Generic[T]):
             self._watchers.reset(token)
 
     def emit(self, event: T) -> None:
-        """Tell all watchers of an event."""
+        """Call all watchers with an event."""
         for watcher in self._watchers.get():
             watcher(event)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage that begins, or is done after so many seconds."""
+    """Stage that begins (``seconds`` is None), or ended after ``seconds``."""
 
     name: str
     seconds: float | None = None

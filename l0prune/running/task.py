@@ -1,4 +1,4 @@
-"""A task: the data, the loss that is learned from, the metric that is reported, and its records."""
+"""Task of training: data, loss and metric, and the keys of its records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def amount_keys(name: str) -> tuple[str, str, str]:
 
 
 def amounts(record: Mapping[str, Any]) -> dict[str, Amount]:
-    """Return the amounts in a record, by the names of the measures."""
+    """Return the amounts in a record, by name of the measure."""
     names = [key.removeprefix(_DENSE) for key in record if key.startswith(_DENSE)]
     return {
         name: Amount(record.get(f"{_EXPECTED}{name}", record[name]), record[name], record[dense])
@@ -74,7 +74,7 @@ def amounts(record: Mapping[str, Any]) -> dict[str, Amount]:
 
 
 def model_loss(outputs: Any) -> Tensor | None:
-    """Return the loss in what a model returns, or None.
+    """Return the loss in a model's outputs, or None.
 
     It is ``outputs.loss`` (transformers), ``outputs["loss"]``, or the sum of a dict of losses, as
     torchvision's detectors give in train mode.
@@ -88,7 +88,7 @@ def model_loss(outputs: Any) -> Tensor | None:
 
 
 def are_detections(outputs: Any) -> bool:
-    """Return whether there is a mapping for each example, as detectors return in eval mode."""
+    """Return whether outputs are a list of mappings, as detectors return in eval mode."""
     is_list = isinstance(outputs, list | tuple) and len(outputs) > 0
     return is_list and all(isinstance(each, Mapping) for each in outputs)
 
@@ -101,7 +101,7 @@ Source = Split | Iterable[Any]
 Judge = Callable[[Any, Any], Tensor | None]
 
 LOSS, ERROR = "test_loss", "error"
-# What records hold beside the metric and the amounts of measures.
+# Keys of records beside the metric and the amounts of measures.
 RECORD_KEYS = frozenset({
     "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "open", "dead",
     "budget", "doctor", "gates", "before", "fitted", "training_macs",
@@ -181,7 +181,7 @@ class Task:
             fill("larger_is_better", is_known)
 
     def __repr__(self) -> str:
-        """Return the settings that are not their defaults; of data its kind alone."""
+        """Return the settings that differ from their defaults; for data the type alone."""
         sources = ((name, getattr(self, name)) for name in ("train", "test"))
         shown = [f"{name}={_brief(source)}" for name, source in sources if source is not None]
         for each in fields(Task):
@@ -198,11 +198,11 @@ class Task:
 
         Args:
             given: one of these.
-            loss: in place of the task's own; None for that.
-            metric: the same.
+            loss: replaces the task's loss; None to keep it.
+            metric: the same for the metric.
 
         Raises:
-            DataError: it is nothing to learn from.
+            DataError: there is nothing to learn from in it.
             UsageError: there is no such loss or metric.
         """
         asked = {k: v for k, v in (("loss", loss), ("metric", metric)) if v is not None}
@@ -226,7 +226,7 @@ class Task:
         )
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
-        """Return inputs and targets of a batch; labels stay inputs where the model's loss counts.
+        """Return inputs and targets of a batch; labels stay among the inputs for loss ``"auto"``.
 
         Raises:
             DataError: the batch is neither a pair nor a mapping.
@@ -237,7 +237,7 @@ class Task:
         return (inputs if self.loss == AUTO else without_labels(inputs)), targets
 
     def loss_in(self, outputs: Any, targets: Any) -> Tensor | None:
-        """Return the mean loss of a batch, a scalar; None where the outputs have none in eval mode.
+        """Return the mean loss of a batch, a scalar; None if outputs in eval mode have none.
 
         Raises:
             UsageError: the loss is no scalar, or does not fit the outputs and targets.
@@ -266,13 +266,13 @@ class Task:
         return found
 
     def of_mean(self, name: str, mean: float) -> float:
-        """Return what is reported, given the mean over all of the data of a loss or metric."""
+        """Return the reported value of a loss or metric, given its mean over all of the data."""
         is_perplexity = self.metric == criteria.PERPLEXITY and name == self.metric_name
         return float(torch.tensor(mean, dtype=torch.float64).exp()) if is_perplexity else mean
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The loss, where it is a module with parameters of its own that learn."""
+        """The loss, if it is a module with trainable parameters; else None."""
         loss = self._loss
         if not isinstance(loss, nn.Module):
             return None
@@ -280,7 +280,7 @@ class Task:
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """Keep tensors of loss and metric, such as class weights, on ``device`` meanwhile."""
+        """Move modules among loss and metric to ``device`` within the context."""
         with ExitStack() as stack:
             for each in (self._loss, self._metric):
                 if isinstance(each, nn.Module):
@@ -292,7 +292,7 @@ class Task:
         return self.loss == AUTO or self._loss is cross_entropy
 
     def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
-        """Return the model's own loss, else cross-entropy; None for a detector's findings."""
+        """Return the loss that the model computes, else cross-entropy; None for detections."""
         own = model_loss(outputs)
         if own is not None:
             return own
@@ -308,7 +308,7 @@ class Task:
 
 @dataclass(frozen=True, repr=False)
 class _DataTask(Task):
-    """Task of a ``Data``, which refuses a model with fewer outputs than classes."""
+    """Task of a ``Data``; the loss refuses a model with fewer outputs than classes."""
 
     data: Data | None = field(default=None, repr=False)
 
@@ -320,7 +320,7 @@ class _DataTask(Task):
 
 
 def is_detection_batch(inputs: Any, targets: Any) -> bool:
-    """Return whether each example is a tensor and a mapping, as detectors take them."""
+    """Return whether each example is a tensor with a mapping as target, as for detectors."""
     if not are_detections(targets) or not isinstance(inputs, list | tuple):
         return False
     return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
@@ -333,12 +333,12 @@ def _brief(source: Any) -> str:
 
 
 def is_split(source: Any) -> TypeIs[Split]:
-    """Return whether the source makes batches itself, in an order that can be chosen."""
+    """Return whether the source has ``batches``, which makes batches in a given order."""
     return hasattr(source, "batches")
 
 
 def _batched(source: Any) -> Any:
-    """Return a source of batches; a dataset, of torch or of ``datasets``, is made one."""
+    """Return a source of batches; a dataset, of torch or of ``datasets``, is wrapped."""
     is_torchs = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
     is_table = hasattr(source, "column_names") and hasattr(source, "__getitem__")
     return Loaded(source) if (is_torchs or is_table) and not is_split(source) else source

@@ -1,8 +1,8 @@
-"""Compensation: the weights that are left give back best what the dense network's layers gave.
+"""Compensation: remaining weights are fitted to the outputs of the dense network's layers.
 
 No labels and no gradients: in the order of the forward, the weights of each layer become the
-least-squares solution from what the cut network feeds it to what the dense one's layer gave. So
-each layer also repairs what those before it have done.
+least-squares map from its inputs in the cut network to its outputs in the dense one. So each layer
+also corrects errors of the layers before it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from l0prune.selection.lockstep import real_places
 from l0prune.selection.repair import Tandem
 from l0prune.selection.score_input import output_tensor
 
-_FEWEST, _ENOUGH = 3, 8  # batches: at least, and where there is a choice
-_NARROW, _ERROR = 2.0, 0.02  # held-out error over that of what was fitted; and what is small
-_NOTHING = 1e-30  # in the place of a variance of zero
-_PART = 1 << 22  # numbers of outputs that are compared at a time
-_JUDGED = 5  # one batch in so many is used for nothing but to tell what has been gained
+_FEWEST, _ENOUGH = 3, 8  # batches: required, and wanted where their size can be chosen
+_NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
+_NOTHING = 1e-30  # instead of a variance of zero
+_PART = 1 << 22  # elements of outputs that are compared at a time
+_JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
 
 
@@ -59,7 +59,7 @@ class Fidelity:
     agreement: float | None
 
     def __str__(self) -> str:
-        """Both, for people."""
+        """Return both as text."""
         error = f"error of {self.error:.2%} of the outputs' variance"
         if self.agreement is None:
             return error
@@ -68,7 +68,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """Gain of a compensation, on inputs that were used for nothing else.
+    """Gain of a compensation, on held-out inputs.
 
     Attributes:
         before: of the cut network.
@@ -91,10 +91,10 @@ def compensate(
     device: str | torch.device = "auto",
     seed: int = 0,
 ) -> Compensation:
-    """Change the weights that are left, in place, so that the cut network computes what it did.
+    """Refit the remaining weights, in place, so that the cut network computes as before the cut.
 
-    Gates stay as they are. A layer keeps its weights where no others do better on inputs that were
-    held out, and so does the whole network.
+    Gates do not change. A layer keeps its weights if no others have a smaller error on held-out
+    inputs, and so does the whole network.
 
     Args:
         model: a gated model whose open gates are chosen, for instance by ``fit``.
@@ -105,7 +105,7 @@ def compensate(
         seed: of the choice of examples.
 
     Returns:
-        What was gained, on inputs that were not used for it.
+        The gain, on held-out inputs.
 
     Raises:
         NotGated: the model carries no gates.
@@ -123,7 +123,7 @@ class Calibration:
         root: the module that was gated.
         gates: its bank.
         used: batches of inputs that weights are fitted to.
-        judged: those that tell what has been gained.
+        judged: held-out batches that measure the gain.
         has_classes: outputs are scores of classes.
     """
 
@@ -134,7 +134,7 @@ class Calibration:
     has_classes: bool
 
     def compensate(self) -> Compensation:
-        """Change the weights that are left, in place; see ``compensate``."""
+        """Refit the remaining weights, in place; see ``compensate``."""
         root, gates = self.root, self.gates
         with bypass(root), stage("compensating"):
             cut = cut_copy(root, gates)
@@ -166,13 +166,13 @@ class Calibration:
             )
 
     def division(self) -> Division:
-        """Look at what each layer is worth to the outputs; see ``division``."""
+        """Measure how a cut of each axis alone changes the outputs; see ``division``."""
         with bypass(self.root), stage("looking at each layer cut alone"):
             judge = divergence if self.has_classes else relative_error
             return Division(self.root, self.gates.plan, self.used, self.judged_by(), judge)
 
     def judged_by(self) -> list[Any]:
-        """Return batches, or a part of one, with about as many outputs as tell layers apart."""
+        """Return batches, or a part of one, with about ``PROBES`` outputs."""
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
@@ -263,7 +263,7 @@ def _shuffled(
     """Yield the first batches of so many examples in random order.
 
     Batches of a user are often sorted (files of one text after another), and the first ones would
-    be looked at most.
+    be used most.
     """
     held: list[tuple[Any, Any]] = []
     for batch in batches:
@@ -280,7 +280,7 @@ def _rows(given: Any, index: Tensor, place: torch.device) -> Any:
 
 
 def _size(batch_size: int, examples: int) -> int:
-    """Return a size of batches of which there are enough."""
+    """Return a batch size, reduced so that there are ``_ENOUGH`` batches."""
     return max(1, min(batch_size, examples // _ENOUGH))
 
 
@@ -296,7 +296,7 @@ def _check_finite(batch: Any) -> None:
 
 
 def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
-    """Return how near a network's outputs are to another's; both in eval mode."""
+    """Return how close a network's outputs are to another's; both in eval mode."""
     apart, alike, count = _Apart(), 0.0, 0
     with torch.no_grad():
         for batch in batches:
@@ -318,9 +318,9 @@ def are_classes(outputs: Any, targets: Any) -> bool:
 
 
 def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
-    """Return what gives for outputs their mean divergence KL(wanted‖found) of class scores, nats.
+    """Return a function from outputs to the mean KL(wanted‖found) of class scores, in nats.
 
-    It is Σ p log p − Σ p·found + log Σ exp found, with p what is wanted.
+    It is Σ p log p − Σ p·found + log Σ exp found, with p the softmax of the wanted scores.
     """
     scores, found_dim = _answers(wanted, batch)
     dim = found_dim or 1
@@ -339,7 +339,7 @@ def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
 
 
 def _parts(dim: int | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of tensors of one shape, of which copies are small; whole along ``dim``."""
+    """Yield small parts of tensors of one shape, whole along ``dim``."""
     size, at = max((size, at) for at, size in enumerate(tensors[0].shape) if at != dim)
     step = max(1, _PART * size // max(1, tensors[0].numel()))
     return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
@@ -350,7 +350,7 @@ def _total(values: Tensor) -> float:
 
 
 def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
-    """Return what gives for outputs their squared error over the variance of those wanted."""
+    """Return a function from outputs to their squared error over the wanted ones' variance."""
     theirs, dim = _answers(wanted, batch)
 
     def judge(outputs: Any) -> float:
@@ -362,7 +362,7 @@ def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
 
 
 class _Apart:
-    """Error of outputs over the variance of those wanted, streamed.
+    """Squared error of outputs over the variance of the wanted outputs, streamed.
 
     The variance is about the mean of each class, or channel, over examples and places.
     """
@@ -395,7 +395,7 @@ def _square(values: Tensor) -> float:
 def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
     """Return outputs for a batch as one tensor, and its dim of classes.
 
-    Of sequences of which some places are padding: the others, in a row.
+    Of sequences with padding: the other places alone, all in one dim.
     """
     found, real = torch.atleast_1d(output_tensor(outputs)), real_places(batch)
     if real is None or found.shape[:2] != real.shape:
@@ -424,7 +424,7 @@ def multipliers(gates: Gates, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _write_back(root: nn.Module, cut: nn.Module, gates: Gates) -> None:
-    """Copy what has changed into the gated model, whose gates multiply it."""
+    """Copy changed tensors into the gated model, divided by the gates that multiply them."""
     mine, theirs = dict(named_tensors(root)), dict(named_tensors(cut))
     by = multipliers(gates, theirs)
     with torch.no_grad():

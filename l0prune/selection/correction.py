@@ -1,4 +1,4 @@
-"""Correction of choices by observation: a time is known once it is taken."""
+"""Correction of choices by observed amounts, such as measured times."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from l0prune.running.processes import run_on_first
 from l0prune.selection.fitted import Observation
 from l0prune.selection.fitting import Fitting, SlotChoice
 
-# How many choices are looked at.
+# How many choices are observed, at most.
 _ROUNDS = 8
-# One of which so much of what is allowed is observed needs no more room.
+# A choice whose observed amount is this share of a limit is full enough.
 _CLOSE = 0.97
-# Looks at one that seems to meet its bounds, of which the median counts. Times stray: of several
-# choices that are looked at once each, one is taken that looked better than it is.
+# Observations of a choice that seems to meet its bounds, of which the median counts. Times are
+# noisy: of several choices observed once each, one would be taken that looked better than it is.
 _LOOKS = 3
-# Where more is observed than is allowed, the next one is predicted to be smaller by this at least.
+# If more is observed than is allowed, the next choice's prediction is smaller by at least this.
 _STEP = 0.005
 
 
 @dataclass(frozen=True)
 class ObservedChoice:
-    """Slots, and what was observed of the export that keeps them.
+    """A choice of slots, and the observed amounts of its export.
 
     Attributes:
         slots: the choice of slots.
@@ -46,19 +46,19 @@ class ObservedChoice:
 
     @property
     def fullest(self) -> float:
-        """The largest part of what a bound allows that was seen; above 1 where it is not met."""
+        """The largest observed amount as a share of its bound; above 1 if that is not met."""
         return max((found / bound.most for bound, found in self.seen.items()), default=1.0)
 
     @property
     def predicted(self) -> float:
-        """The largest part of what a bound allows that was predicted of this choice."""
+        """The largest predicted amount as a share of its bound."""
         return max(bound.actual(self.open_) / bound.most for bound in self.seen)
 
     def is_better(self, other: ObservedChoice) -> bool:
         """Return whether this choice meets its bounds and keeps more, or exceeds them by less.
 
-        What is predicted to take more keeps more. What is seen does not tell: of two choices that
-        meet a bound, the one that keeps more may well be the quicker one.
+        The larger prediction keeps more. Observations do not tell: of two choices that meet a
+        bound, the one that keeps more may well be the faster one.
         """
         if (self.fullest <= 1) != (other.fullest <= 1):
             return self.fullest <= 1
@@ -80,7 +80,7 @@ class _Between:
         predicted, found = self._bound.actual(last.open_), last.seen[self._bound]
         if found > self._bound.most:
             self._exceeded = predicted
-            # Times stray: what was met before and is more than this may not be met again.
+            # Times are noisy: a larger amount that was met before may not be met again.
             self._met = self._met if self._met < predicted else 0.0
             wanted = min(allowed * predicted / found, (1 - _STEP) * predicted)
         else:
@@ -93,12 +93,12 @@ class _Between:
         return (low + self._exceeded) / 2
 
     def refuse(self, allowed: float) -> None:
-        """Note that there is no choice as small as that."""
+        """Record that no choice is as small as ``allowed``."""
         self._refused = max(self._refused, allowed)
 
 
 def observed(model: nn.Module, wanted: Sequence[Bound]) -> dict[Bound, float]:
-    """The real amounts of an export of this gated model, where they can be observed.
+    """Return the real amounts of an export of this gated model, where they can be observed.
 
     A bound on some axes is about a part of the network that cannot be observed alone.
     """
@@ -117,10 +117,10 @@ def corrected(
     *,
     fill: bool,
 ) -> tuple[ObservedChoice, list[ObservedChoice]]:
-    """The best of a few choices, and all of them: each is made in the light of the one before.
+    """Return the best of a few choices, and all of them, each corrected by the one before.
 
-    What a bound allows is scaled by predicted over observed, between what was met and what was
-    not. Where no choice meets its bounds that is said in a warning.
+    The amount that a bound allows is scaled by predicted over observed, between amounts that were
+    met and not met. A warning is given if no choice meets its bounds.
 
     Raises:
         UsageError: no choice was found that is predicted to meet all bounds.
@@ -135,7 +135,7 @@ def corrected(
             fitting.most[bound] = each.next(last, bound.most)
         try:
             slots = fitting.choose(start, fill=fill)
-        except UsageError:  # there is nothing as small as that would have to be
+        except UsageError:  # no choice is as small as that
             for bound, each in between.items():
                 each.refuse(fitting.most[bound])
             continue

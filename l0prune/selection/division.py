@@ -1,15 +1,15 @@
 """Division of a budget over axes where weights are compensated: which slots go, of which layers.
 
-Within an axis slots go in the order of the error that is left after compensation: of a reader with
+Within an axis slots go in the order of the error that remains after compensation: for a reader with
 weights W and inputs of covariance C, slots c leave
 
     tr(W_c [(C⁻¹)_cc]⁻¹ W_cᵀ),
 
-and in rounds, after each of which W and C⁻¹ are those of what stays. What an axis is worth against
-others is measured: the outputs of the dense network with this axis alone cut, and its readers
-compensated, at a few widths. Between these the error of the readers says how that of the outputs
-grows. A sum over axes then stands for the whole, and each slot has the increase of that sum for its
-score, by what it costs.
+in rounds, after each of which W and C⁻¹ are updated to the remaining slots. Axes are compared by a
+measurement: the error of the dense network's outputs with this axis alone cut, and its readers
+compensated, at a few widths. Between these it is interpolated by the error of the readers. The sum
+over axes approximates the total error, and the score of a slot is its increase of that sum over its
+cost.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from l0prune.selection.lockstep import (
 )
 from l0prune.selection.matrices import by_channel
 
-_ROUND = 1 / 16  # of the slots that are left go at once
-_LARGEST = 2304  # features of which the whole covariance is taken
+_ROUND = 1 / 16  # share of the remaining slots that is removed per round
+_LARGEST = 2304  # most features for a full covariance
 _ROWS = 1 << 18  # of one layer, at most
-_TURNS = 3  # in which costs are looked at where the slots of the turn before are gone
-PROBES = 256  # outputs, about, that are looked at: examples, or places of them with classes
-_MANY, _FEWER = 24, (0.35, 0.7)  # axes of which fewer widths are looked at
-_WIDTHS = (0.15, 0.35, 0.6, 0.85)  # of an axis gone when the outputs are looked at
+_TURNS = 3  # each computes costs at the choice of the turn before
+PROBES = 256  # outputs, about, that are compared: examples, or places of them with classes
+_MANY, _FEWER = 24, (0.35, 0.7)  # number of axes from which fewer widths are measured, and these
+_WIDTHS = (0.15, 0.35, 0.6, 0.85)  # removed shares of an axis at which outputs are measured
 _DAMPING = 1e-4
 _KEPT = 1 << 29  # bytes of the dense network's products that need not be computed again
 
 
 class _State:
-    """A reader while slots of one axis go: its weights, compensated, and C⁻¹ of what stays.
+    """A reader while slots of one axis are removed: its compensated weights and reduced C⁻¹.
 
     Args:
         reader: as it is in the dense network.
-        slots: for each of its features the slot that it is of, −1 for none.
+        slots: the slot of each of its features, −1 for none.
     """
 
     def __init__(self, reader: _Input, slots: Tensor) -> None:
@@ -66,7 +66,7 @@ class _State:
         self.left = torch.arange(len(slots))
 
     def errors(self, count: int) -> Tensor:
-        """Return the error that each slot leaves when it goes, shape (count,)."""
+        """Return the error that the removal of each slot leaves, shape (count,)."""
         result = torch.zeros(count, dtype=torch.float64)
         mine = self.slots[self.left]
         order = mine.argsort(stable=True)
@@ -82,7 +82,7 @@ class _State:
         return result.clamp(min=0) / self.scale
 
     def remove(self, gone: Tensor) -> float:
-        """Let these slots go; the error that this adds."""
+        """Remove these slots, and return the error that this adds."""
         out = torch.isin(self.slots[self.left], gone)
         if not bool(out.any()):
             return 0.0
@@ -100,7 +100,7 @@ class _State:
         return error
 
     def whole(self) -> Tensor:
-        """The weights, with zeros for what is gone."""
+        """Return the weights, with zeros for removed features."""
         groups, _, outputs = self.weight.shape
         whole = self.weight.new_zeros(groups, len(self.slots), outputs)
         whole[:, self.left] = self.weight
@@ -109,13 +109,13 @@ class _State:
 
 @dataclass
 class Curve:
-    """Growth of the error while slots of an axis go.
+    """Growth of the error while slots of an axis are removed.
 
     Attributes:
         axis: number of the axis.
-        order: its slots, those that go first in front; the last of all stays.
-        gone: numbers of slots that are gone, ascending from 0.
-        local: the error of the readers then.
+        order: its slots in the order of removal, without the one that stays.
+        gone: numbers of removed slots, ascending from 0.
+        local: the error of the readers at each of these numbers.
         outputs: the error of the network's outputs at some of these numbers.
     """
 
@@ -126,10 +126,10 @@ class Curve:
     outputs: dict[int, float] = field(default_factory=dict)
 
     def increments(self) -> Tensor:
-        """Return what each slot adds to the outputs' error, in the order in which they go.
+        """Return the increase of the outputs' error by each slot, in the order of removal.
 
-        Never less than one that went before: of a slot that adds less than those before it, they
-        go together, at their mean.
+        Increases never fall: a slot that adds less than those before it is pooled with them, at
+        their mean.
         """
         at, slots = sorted(self.outputs), range(1, len(self.order) + 1)
         errors = dict(zip(self.gone, self.local, strict=True))
@@ -140,7 +140,7 @@ class Curve:
 
 
 def _pooled(values: Tensor) -> Tensor:
-    """Isotonic regression: the nearest values that never fall (pool adjacent violators)."""
+    """Return the isotonic regression of the values, by pooling adjacent violators."""
     blocks: list[tuple[float, int]] = []
     for value in values.tolist():
         total, count = value, 1
@@ -153,14 +153,14 @@ def _pooled(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A reader of the dense network, and the moments of what it reads.
+    """A reader of the dense network, and the moments of its inputs.
 
-    Of one with many features all places of a kernel or a flatten are samples of the channels, and
-    its outputs are those of each place.
+    If it has many features, each place of a kernel or a flatten is a sample of the channels, and
+    each place has separate outputs.
 
     Attributes:
-        read: one call of it.
-        places: how many features are of one channel; 1 where each stands for itself.
+        read: one call of the reader.
+        places: number of features per channel; 1 if each is treated alone.
         inverse: C⁻¹, shape (groups, features, features), float64 on the CPU.
         mean: of the features, shape (groups, features); zeros where there is no bias to correct.
         weight: W, shape (groups, features, outputs).
@@ -176,7 +176,7 @@ class _Input:
 
     @classmethod
     def of(cls, reads: Sequence[Read], places: int, *, has_bias: bool) -> _Input:
-        """Count what calls on some batches read."""
+        """Return the reader with the moments of the inputs of some calls."""
         moments = Moments()
         for number, read in enumerate(reads):
             for wanted in read.row_blocks(_ROWS // len(reads), number, places):
@@ -193,7 +193,7 @@ class _Input:
         return cls(reads[0], places, torch.linalg.inv(covariance), mean, weight, scale)
 
     def instead(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return a matrix for ``Read.run_with`` from one like ``weight``, and the constant."""
+        """Return the matrix and the constant for ``Read.run_with`` from a changed weight."""
         moved = (self.mean[:, :, None] * (self.weight - weight)).sum(1)
         moved = moved.unflatten(1, (self.places, -1)).sum(1)
         bias = self.read.bias
@@ -207,10 +207,10 @@ Judge = Callable[[Any, Any], Callable[[Any], float]]
 
 
 class _Probe:
-    """A batch on which the outputs of the dense network with some weights changed are looked at.
+    """A batch on which outputs of the dense network with some weights changed are compared.
 
     Attributes:
-        products: results of the first weights; those before the first that is changed stay.
+        products: results of the first products, reused until the first changed weight.
 
     Args:
         division: of the network.
@@ -237,7 +237,7 @@ class _Probe:
                     read.run_with(*changed[read.name])
                     known = iter(())
                 elif (product := next(known, None)) is not None:
-                    read.out = product.clone()  # what follows may write into it
+                    read.out = product.clone()  # later operators may write into it
             return self._judge(forward.output)
 
 
@@ -248,8 +248,8 @@ class Division:
         model: the dense network, in eval mode.
         plan: whose axes may be cut.
         batches: inputs.
-        judge: from the outputs for a batch, and the batch, to what gives the error of others.
-        probes: inputs of which the outputs are looked at.
+        judge: function from outputs and their batch to a function: the error of other outputs.
+        probes: inputs whose outputs are compared.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Division:
         self.curves = self._curves()
 
     def _curves(self) -> list[Curve]:
-        """One pass of the dense network; an axis is done when its last reader was seen."""
+        """Compute all curves in one pass of the dense network, each at its last reader."""
         read_by: dict[int, list[str]] = {}
         for name in self.readers:
             for axis in self._axes(name):
@@ -339,7 +339,7 @@ class Division:
         return curve
 
     def _slots(self, number: int, read: Read, places: int) -> Tensor:
-        """Return for each feature of a reader the slot of an axis that it is of, or −1."""
+        """Return for each feature of a reader its slot of an axis, or −1."""
         axis = self.plan.axes[number]
         name = self.plan.aliases.get(read.name, read.name)
         roles, dims = self.plan.roles[name], self.plan.tensors[name]
@@ -355,14 +355,14 @@ class Division:
         return along_reads(slots, read, tensor)[0, ::places, 0].cpu()
 
     def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
-        """Return the error of the outputs with these readers as they have become."""
+        """Return the error of the outputs with the present weights of these readers."""
         changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
         return sum(probe.error(changed) for probe in self.probes) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.
 
-        Costs of slots depend on what else is there: they are looked at anew for each choice.
+        Costs of slots depend on the other open slots: they are recomputed for each choice.
         """
         open_ = torch.ones(self.plan.size, dtype=torch.bool)
         for _ in range(_TURNS):
@@ -372,10 +372,10 @@ class Division:
         return self.scores(wanted, open_)
 
     def scores(self, wanted: Sequence[Bound], open_: Tensor) -> Tensor:
-        """Return for each slot what its loss adds to the outputs' error, by what it costs.
+        """Return for each slot the increase of the outputs' error by its removal, over its cost.
 
-        Each limit counts with its cost as a part of the dense one, looked at where these slots are
-        open (bool, flat).
+        The cost is a sum over the limits, each as a share of the dense network's, computed where
+        these slots are open (bool, flat).
 
         Shape: ``(plan.size,)``, float64 on the CPU. Slots of axes that no weight reads have the
         largest.

@@ -1,8 +1,8 @@
 """Choice of the slots of highest score, as many as the limits allow in the exported model.
 
-Expected amounts are what gates learn by. What a user gets is the real amount of the sliced model,
-and widths come in whole slots (or blocks of them): here the last few gates are opened and closed,
-in the order of their scores, until that amount is right.
+Gates learn by expected amounts. The export has the actual amount of the sliced model, and widths
+come in whole slots (or blocks of them): here the last few gates are opened and closed, in the order
+of their scores, until that amount is right.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DATA_ALONE = (
     "data tells how many branches go when scores and a budget say what goes: give both "
     "and no kinds, or no data"
 )
-LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
+LOOKS = 8, 128  # batches, and examples of each, whose loss decides how many branches go
 
 
 def fit(
@@ -121,7 +121,7 @@ def fit(
 def _compensated(
     model: nn.Module, data: Any, budget: LimitsLike | None, **options: Any
 ) -> dict[str, float]:
-    """Return what ``fit`` does where weights that are left compensate for those that went."""
+    """Run ``fit`` with compensation, and return the export's amounts."""
     with calibration(model, _needed(data)) as found:
         division = found.division() if options["scores"] is None and budget is not None else None
         return fit_and_compensate(found, budget, division, **options)[0]
@@ -137,7 +137,7 @@ def fit_and_compensate(
     latency: Source | None = None,
     **options: Any,
 ) -> tuple[dict[str, float], Compensation]:
-    """Cut a network, by what a division says where there is one, and compensate it.
+    """Cut a network, by the scores of a division if there is one, and compensate it.
 
     Returns:
         What ``fit`` returns, and the gain of the compensation.
@@ -166,7 +166,7 @@ def check_request(
     scored: bool,
     data: bool,
 ) -> None:
-    """Refuse what ``fit`` refuses whatever the scores are, before these are computed.
+    """Raise the errors of ``fit`` that do not depend on scores, before these are computed.
 
     Raises:
         UsageError: see ``fit``.
@@ -185,16 +185,16 @@ def _wanted(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tu
 
 
 def _scored(plan: Plan) -> list[str]:
-    """Kinds of axes whose scores compare with each other: all but branches, or these alone."""
+    """Return the kinds of axes without branches and bits: their scores are comparable."""
     return sorted({axis.kind for axis in plan.axes} - {KIND, BITS})
 
 
 def _are_unlearned(
     gates: Gates, wanted: Sequence[Bound], open_: Tensor, kinds: Sequence[str]
 ) -> bool:
-    """Return whether a choice has to be made among gates that are as they started, all but equal.
+    """Return whether the budget needs a choice among gates that are as they started, about equal.
 
-    None has to where all are open and the budget allows that.
+    It needs none if all are open and the budget allows that.
     """
     if not wanted:
         return False
@@ -216,7 +216,7 @@ def _check_scores(scores: Tensor, size: int) -> None:
 
 
 def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
-    """The gates of axes of these kinds, or all; and of the others those that are open."""
+    """Return the gates of axes of these kinds (of all if empty), with the other open gates."""
     there = {axis.kind for axis in plan.axes}
     if strange := [kind for kind in kinds if kind not in there]:
         raise UsageError(
@@ -238,11 +238,11 @@ def blocks_for(
 ) -> list[int]:
     """Return for each axis how many slots open and close together, by the options of ``fit``.
 
-    Blocks that only a measure likes are halved until the limits can be met with them.
+    Blocks of measures (``"auto"``) are halved until the limits can be met with them.
 
     Raises:
         UsageError: ``round_to`` makes no sense, or the table is of another network; or the limits
-            cannot be met with every gate closed that may be: names what stands in the way, and why
+            cannot be met with every gate closed that may be: names what cannot be removed, and why
             it is pinned.
     """
     measures: dict[str, Measure] = {bound.measure.name: bound.measure for bound in wanted}
@@ -267,7 +267,7 @@ def blocks_for(
 def unmet(
     plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
 ) -> tuple[Bound, Tensor] | None:
-    """Return a bound exceeded with every gate closed that may be, and the gates open then."""
+    """Return a bound exceeded with all movable gates closed, and the open gates; or None."""
     fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
     floors = ((bound, fitting.least(bound)) for bound in wanted)
     return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
@@ -284,7 +284,7 @@ def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
 
 
 def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
-    """Describe where most of what cannot be removed is, and why."""
+    """Describe which modules have most of the amount that cannot be removed, and why."""
     kept = measure.plan.kept(least).to(torch.float64)
     taking = ((owner, amount) for owner, amount in measure.by_owner(kept).items() if amount)
     owners = sorted(taking, key=lambda item: -item[1])
@@ -350,10 +350,10 @@ def _without_branches(
     widths: Movable,
     blocks: Callable[[Movable], list[int]],
 ) -> tuple[Tensor, Movable | None]:
-    """Let the loss decide which branches go: the open gates then, and those that may move.
+    """Let the loss decide which branches go; return the open gates, and those that may move.
 
-    ``widths`` are all but branches, which move where the loss does not tell; ``blocks`` raises
-    UsageError where these gates alone cannot meet what is wanted.
+    ``widths`` are the gates of no branch, which move if the loss does not decide; ``blocks`` raises
+    UsageError if these gates alone cannot meet the limits.
     """
     size = min(LOOKS[1], 2 * usual_batch_size(task.train))
     of = ScoreInput(*holder(model), task, LOOKS[0], size, "auto", seed=0)

@@ -1,4 +1,4 @@
-"""Result of a fit, as plain data and as an event for those who watch it::
+"""Result of a fit, as plain data and as an event for callbacks::
 
 with watched(print):
     l0prune.fit(model, "latency=0.5", latency=table)
@@ -42,16 +42,16 @@ class Fitted:
     """A choice of slots.
 
     Attributes:
-        filling: by axis, how many slots stay only since its slots come in whole blocks; axes
+        filling: by axis, how many slots stay only to complete whole blocks; axes
             without any are left out.
-        looks: in their order, at each choice that was looked at; empty where nothing was observed.
+        looks: observations of each choice, in their order; empty where nothing was observed.
     """
 
     filling: dict[str, int]
     looks: tuple[Observation, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return both attributes as plain data."""
         return {"filling": self.filling, "looks": [look.model_dump() for look in self.looks]}
 
 

@@ -1,9 +1,9 @@
-"""Choice of the slots that just meet some bounds: those of highest score, in whole blocks.
+"""Choice of the slots of highest score that just meet some bounds, in whole blocks.
 
-An amount need not fall with every gate that closes: a runtime's time for a layer goes in steps,
-and a width that fits its blocks may be faster than one that is smaller. So a choice that is handed
-out was checked as a whole, and meets every bound. A block is some slots of an axis that open and
-close together, for widths in whole multiples.
+An amount need not fall with every gate that closes: a layer's time is a step function of its
+width, and a width that fits the runtime's blocks may be faster than a smaller one. So each choice
+that is returned was checked as a whole, and meets every bound. A block is some slots of an axis
+that open and close together, for widths in whole multiples.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from l0prune.plan.plan import BITS, Plan
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002
-# Gates that are passed over, since they do not fit, before what room is left stays empty.
+# Gates that are skipped, since they do not fit, before filling ends.
 _MISFITS = 100
-# How often each bound may close gates once more, after the others did.
+# How often each bound may close further gates after the others did.
 _TURNS = 5
 # Multiples that are tried for an axis that may be faster where it is wider, largest first.
 _WHOLE_BLOCKS = (64, 32, 16, 8)
@@ -53,11 +53,11 @@ class SlotChoice(NamedTuple):
 
 
 class Movable(NamedTuple):
-    """The gates that may open and close, where the others are to stay as they are.
+    """The gates that may open and close; all others keep their state.
 
     Attributes:
-        gates: which they are; bool, flat, on the CPU.
-        held: those of the others that are open.
+        gates: mask of these gates; bool, flat, on the CPU.
+        held: the other gates that are open.
     """
 
     gates: Tensor
@@ -65,7 +65,7 @@ class Movable(NamedTuple):
 
     @classmethod
     def of(cls, gates: Tensor, open_: Tensor) -> Movable:
-        """These gates, where of all others those stay open that are."""
+        """Return these gates as movable, with the open ones of all others held."""
         return cls(gates, open_ & ~gates)
 
 
@@ -97,9 +97,9 @@ class Fitting:
         self.most = {bound: bound.most for bound in wanted}
 
     def least(self, bound: Bound) -> Tensor:
-        """Open gates when a bound has closed all that it may: one block, the best, an axis.
+        """Return the open gates after a bound has closed all it may: an axis's best block stays.
 
-        Those of single axes close together: an axis may have to be as wide as another.
+        Bounds on single axes close together: an axis may have to be as wide as another.
         """
         together = [each for each in self._bounds if each.measure.each_axis]
         closing = together if bound.measure.each_axis else [bound]
@@ -130,7 +130,7 @@ class Fitting:
     def _closed_for_all(self, start: SlotChoice) -> SlotChoice:
         """Close gates for one bound after the other until all are met.
 
-        Where amounts go in steps, what closes for one may be more for another: they take turns.
+        Since amounts are step functions, closing for one may raise another: bounds take turns.
         """
         chosen = self._cut_to_widths(start)
         for _ in range(_TURNS * len(self._bounds)):
@@ -144,7 +144,7 @@ class Fitting:
         return chosen
 
     def _cut_to_widths(self, start: SlotChoice) -> SlotChoice:
-        """Close gates for the bounds of single axes, all at once: as many as each has too many."""
+        """Close, for all bounds on single axes at once, as many gates as exceed each."""
         fewer = start.open_.clone()
         for bound in self._bounds:
             if not bound.measure.each_axis or bound.through is None:
@@ -161,7 +161,7 @@ class Fitting:
         return bound.actual(chosen.open_) <= self.most[bound]
 
     def _closed(self, chosen: SlotChoice, bound: Bound) -> SlotChoice:
-        """Gates close in ascending order of score until the bound is met."""
+        """Close gates in ascending order of score until the bound is met."""
         order = self._ascending(chosen.open_ & ~self.least(bound))
 
         def without(number: int) -> SlotChoice:
@@ -190,7 +190,7 @@ class Fitting:
         )
 
     def _filled(self, start: SlotChoice) -> SlotChoice:
-        """Gates open in descending order of score, but for those that do not fit."""
+        """Open gates in descending order of score, except those that do not fit."""
         counted = torch.stack([bound.gates() for bound in self._bounds]).any(0)
         order = self._ascending(~start.open_ & counted & self._moves).flip(0)
         chosen = start
@@ -206,9 +206,9 @@ class Fitting:
         return chosen
 
     def _widened(self, start: SlotChoice) -> SlotChoice:
-        """Widen axes to where that takes no more: a runtime may be faster at whole blocks.
+        """Widen axes where that costs no more: a runtime may be faster at whole blocks.
 
-        One slot after the other finds no way there, since the widths between take more.
+        Opening one slot after another cannot reach these, since widths between cost more.
         """
         if all(bound.measure.blocks() is None for bound in self._bounds):
             return start
@@ -221,14 +221,14 @@ class Fitting:
         return chosen
 
     def _limits(self, chosen: SlotChoice) -> dict[Bound, float]:
-        """Return the most that a wider choice may take: of what goes in steps, as much as now."""
+        """Return the limits of a wider choice: for measures with blocks, the present amount."""
         return {
             bound: most if bound.measure.blocks() is None else bound.actual(chosen.open_)
             for bound, most in self.most.items()
         }
 
     def _wider(self, chosen: SlotChoice, number: int) -> Iterator[SlotChoice]:
-        """Yield choices with an axis that is cut as a whole, or up to whole blocks."""
+        """Yield choices with a cut axis opened completely, or up to whole blocks."""
         axis = self._plan.axes[number]
         width = int(chosen.open_[axis.slice].sum())
         may_widen = 0 < width < axis.size and bool(self._moves[axis.slice].all())
@@ -241,9 +241,9 @@ class Fitting:
                 yield SlotChoice(self._rounded(open_), chosen.asked)
 
     def _closed_with(self, slot: int) -> Tensor:
-        """Return the slots that stay closed where this one does, for one share of its group.
+        """Return the slots that stay closed if this one does, since its group keeps one share.
 
-        They are those of axes of its size, and of others what is beyond the share that it makes.
+        They are all slots of axes of its size, and the slots of lower rank in the other axes.
         """
         result = torch.zeros(self._plan.size, dtype=torch.bool)
         for numbers in self._plan.groups:
@@ -271,7 +271,7 @@ class Fitting:
         return SlotChoice(self._rounded(open_), asked)
 
     def _used_up(self, chosen: SlotChoice) -> Tensor | None:
-        """The gates of bounds that are nearly used up, bool and flat; None where there are none."""
+        """Return the gates of bounds that are nearly used up, bool, flat; None if none are."""
         full = [
             torch.ones(self._plan.size, dtype=torch.bool) if b.through is None else b.gates()
             for b in self._bounds
@@ -296,9 +296,9 @@ class Fitting:
         return axes[number].kind == KIND or is_movable
 
     def _rounded(self, open_: Tensor) -> Tensor:
-        """Return the gates with the best of the closed ones opened, up to whole blocks.
+        """Return the open gates with the best closed ones added, up to whole blocks.
 
-        Axes that keep equally many slots have as many as the one that has most.
+        Axes that keep equally many slots have as many as the widest of them.
         """
         result = open_.clone()
         for number, block in enumerate(self._blocks):
@@ -317,7 +317,7 @@ class Fitting:
         return result
 
     def _open_best(self, open_: Tensor, number: int, count: int) -> None:
-        """Open the best of an axis's closed slots until so many are open; in place."""
+        """Open the best of an axis's closed slots until ``count`` are open; in place."""
         axis = self._plan.axes[number]
         mine = open_[axis.slice]
         missing = min(axis.size, count) - int(mine.sum())
@@ -327,11 +327,11 @@ class Fitting:
 
 
 def in_order(plan: Plan, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slots in ascending order of what they are worth, and the rank of each; stable.
+    """Return the slots in ascending order of worth, and the rank of each; stable.
 
-    Of axes that keep one share a slot is worth what slots of its rank are on average, and those of
-    one rank follow one another: no score tells axes of one group from each other. A rank is the
-    share of its axis that is worth less, with half of the slot; 0 in axes of no group.
+    In axes that keep one share the worth of a slot is the mean score of the slots of its rank, and
+    slots of one rank are adjacent: scores do not distinguish axes of one group. A rank is the share
+    of the axis with lower scores, plus half a slot; 0 in axes of no group.
 
     Shape: scores ``(plan.size,)``; result ``(plan.size,)``, int64, and the same, float64.
     """
@@ -353,9 +353,9 @@ def in_order(plan: Plan, scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first of 0 … count-1 for which ``holds``, which goes on holding; count if none.
+    """Return the first of 0 … count-1 for which the monotone ``holds`` is true; count if none.
 
-    It is found in few calls where it is one of the first, as it mostly is.
+    The search takes few calls if the result is small, as it mostly is.
     """
     low, step = 0, 1
     while low + step <= count and not holds(low + step - 1):
@@ -371,14 +371,14 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 Widths = int | Literal["auto"]
-"""Widths are multiples of this; ``"auto"``: of what the measures in use are best cut by."""
+"""Widths are multiples of this; ``"auto"``: of the blocks of the measures in use."""
 
 
 def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list[int]:
     """For each axis, the number of slots that open and close together.
 
     A number is for all axes but heads, groups, and single inputs of a layer that are cut beside
-    whole maps. With ``"auto"`` each axis has what all the measures like.
+    whole maps. With ``"auto"`` it is the least common multiple over the measures.
 
     Raises:
         UsageError: ``round_to`` is neither.
@@ -391,10 +391,10 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
 
 
 def have_widths(plan: Plan) -> list[bool]:
-    """For each axis, whether the number of its slots is a width of some tensor.
+    """Return for each axis whether its number of slots is a width of some tensor.
 
-    That of heads and groups is none, nor that of branches or bits, nor that of single inputs that
-    are cut beside whole maps.
+    It is none for heads, groups, branches and bits, and for single inputs that are cut beside whole
+    maps.
     """
     fine = beside_maps(plan)
     return [
@@ -404,7 +404,7 @@ def have_widths(plan: Plan) -> list[bool]:
 
 
 def beside_maps(plan: Plan) -> set[int]:
-    """The axes, by number, of single inputs of a layer that are cut beside whole maps."""
+    """Return the axes, by number, of single inputs of a layer that are cut beside whole maps."""
     return {
         axis
         for site in plan.sites

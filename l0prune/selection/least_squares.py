@@ -1,12 +1,12 @@
-"""Least squares from streamed moments: the weights with which x gives back y best.
+"""Least squares from streamed moments: the weights that predict y from x best.
 
-With means taken out, W = C_xx⁻¹ C_xy and b = μ_y − μ_x W; without a bias the same of moments about
-zero. Both lean towards weights W₀ that are there already:
+With centred moments W = C_xx⁻¹ C_xy and b = μ_y − μ_x W; without a bias the same of moments about
+zero. Both are regularised towards existing weights W₀:
 
     W_λ = (C_xx + λ·D)⁻¹ (C_xy + λ·D·W₀),  D the diagonal of C_xx.
 
-How strongly (λ, from 1e-5 up to nothing but W₀) is chosen for each output by its error on moments
-that were held out. So few samples do no harm.
+The strength (λ from 1e-5 to 1, or W₀ itself) is chosen for each output by its error on held-out
+moments, so that few samples do no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # features, of which each strength takes seconds
+_LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
 
 
 class Moments:
@@ -26,7 +26,7 @@ class Moments:
     Shape: x (groups, rows, features), y (groups, rows, outputs).
 
     Args:
-        is_basis: y is what a further weight multiplies; see ``through``.
+        is_basis: y is the input of a further weight; see ``through``.
     """
 
     def __init__(self, *, is_basis: bool = False) -> None:
@@ -37,7 +37,7 @@ class Moments:
     def add(self, x: Tensor, y: Tensor) -> None:
         """Count more samples.
 
-        Products are of numbers about their mean here, so that single precision serves.
+        Products are of centred values, so that single precision suffices.
         """
         count = x.shape[1]
         mean_x, mean_y = x.double().mean(1), y.double().mean(1)
@@ -67,7 +67,7 @@ class Moments:
         return result
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both."""
+        """Return the moments of the samples of both."""
         both = Moments()
         both.count = self.count + other.count
         for name in ("x", "y", "xx", "xy", "yy"):
@@ -92,7 +92,7 @@ class Moments:
 
 
 def left_of(about: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
-    """Return the mean square of what a weight leaves of each output, with the best bias.
+    """Return the mean squared residual of each output under a weight, with the best bias.
 
     Args:
         about: what ``Moments.about`` returns; about zero there is no bias.
@@ -102,20 +102,20 @@ def left_of(about: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
 
 
 def damping(c_xx: Tensor, strength: float) -> Tensor:
-    """Return λ·D; of inputs that are always zero λ alone, so that the sum is not singular."""
+    """Return the diagonal of λ·D; λ for inputs that are always zero, against singularity."""
     diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
     return strength * torch.where(diagonal > 0, diagonal, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Weights and bias that give back y.
+    """Weights and bias that predict y.
 
     Attributes:
         weight: shape (groups, features, outputs).
         bias: shape (groups, outputs); zeros where none is allowed.
-        error: mean square of what is left of y on the held-out samples, over that of y about its
-            mean there; all outputs together.
+        error: mean squared residual of y on the held-out samples, over its variance there (without
+            a bias, over its mean square); all outputs together.
     """
 
     weight: Tensor
@@ -130,10 +130,10 @@ def solve(
     *,
     has_bias: bool,
 ) -> Solution:
-    """Return the weights that give back y best.
+    """Return the weights that predict y best.
 
     Args:
-        held: moments that decide how strongly the weights lean towards ``prior``.
+        held: held-out moments, which choose the strength of the regularisation towards ``prior``.
         prior: W₀, shape (groups, features, outputs).
 
     Shape: everything float64.

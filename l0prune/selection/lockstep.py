@@ -1,8 +1,8 @@
-"""Forwards that stop at each weight that they read, so that several go side by side.
+"""Forwards that pause at each weight that they read, so that several run in lockstep.
 
-What a layer reads in a cut network depends on what the layers before it have become. A forward
-that is stopped holds just the activations that it still needs, so one pass over all batches is
-enough, whatever the network's code looks like.
+The inputs of a layer in a cut network depend on the changes to the layers before it. A paused
+forward holds only the activations that it still needs, so one pass over all batches is enough, for
+any code of the network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER_WAYS = (
 
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-_BLOCK = 1 << 22  # numbers that are copied at a time
+_BLOCK = 1 << 22  # elements that are copied at a time
 
 
 class Weights:
@@ -44,7 +44,7 @@ class Weights:
         self._names = {_memory(tensor): name for name, tensor in reversed(self.tensors.items())}
 
     def name(self, value: Any) -> str | None:
-        """Return the name of the tensor that a value is a view of; None where it is of none."""
+        """Return the name of the tensor that a value is a view of; None for other values."""
         return self._names.get(_memory(value)) if isinstance(value, Tensor) else None
 
 
@@ -58,12 +58,12 @@ class Read:
 
     Attributes:
         name: of the weight.
-        operator: the operator that does.
+        operator: the operator that multiplies.
         args: its arguments.
-        product: what it does with them.
-        real: which places of the inputs are no padding; see ``real_places``.
-        out: the result; before that, None.
-        stream: what the result is going to be added to, where that is known.
+        product: how the arguments are multiplied, as matrices.
+        real: mask of the places of the inputs that are no padding; see ``real_places``.
+        out: the result; None before it is computed.
+        stream: the tensor that the result is going to be added to, where that is known.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Read:
         return self.run().numel() // (groups * outputs)
 
     def row_blocks(self, most: int, seed: int, places: int = 1) -> Iterator[Tensor]:
-        """Yield numbers of at most so many rows that are no padding, by chance, a block at a time.
+        """Yield, in blocks, indices of a random sample of at most ``most`` rows without padding.
 
         Args:
             places: how many samples each row holds.
@@ -124,7 +124,7 @@ class Read:
         return self.out
 
     def run_with(self, matrix: Tensor, shift: Tensor | None) -> None:
-        """Compute the result with another weight, and a constant in the place of the bias.
+        """Compute the result with another weight, and a constant instead of the bias.
 
         Shape: matrix (groups, features, outputs), shift (groups, outputs).
         """
@@ -143,21 +143,21 @@ class Read:
 
 
 class _Abandoned(BaseException):
-    """The end of a forward that nobody waits for any more."""
+    """Raised in an abandoned forward, to end its thread."""
 
 
 class Forward:
-    """One forward, which goes on from weight to weight.
+    """Run of a forward that pauses at each weight until it is resumed.
 
-    Its code runs in a thread of its own, its operators in the one that lets it go on: else each
-    would have memory and workers of its own.
+    The model's code runs in a separate thread, its operators in the thread that resumes it: else
+    each forward would have separate memory and workers.
 
     Args:
         model: in eval mode.
         batch: its inputs.
         weights: of the model.
         note: is called with each other operator, its arguments and its result.
-        readers: what is known of the weights; see ``Survey``.
+        readers: uses of the weights, by name; see ``Survey``.
 
     Attributes:
         output: what the model returned, at the end.
@@ -188,7 +188,7 @@ class Forward:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def advance(self) -> Read | None:
-        """Go on to the next weight; None at the end.
+        """Resume until the next weight, and return its read; None at the end.
 
         Raises:
             Exception: what the forward raises.
@@ -213,7 +213,7 @@ class Forward:
         return self._read
 
     def abandon(self) -> None:
-        """End the forward where it is."""
+        """End the forward without running the rest of it."""
         self._is_abandoned = True
         if self._thread.is_alive():
             self._go.release()
@@ -230,7 +230,7 @@ class Forward:
         self._stopped.release()
 
     def call(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, and stop before one that multiplies with a weight."""
+        """Run an operator, and pause before one that multiplies with a weight."""
         if self._is_abandoned:
             raise _Abandoned
         self._count = number = self._count + 1
@@ -254,7 +254,7 @@ class Forward:
         return read.out
 
     def _asked(self, job: Callable[[], Any] | None) -> Any:
-        """Stop; go on when the one who waits has done a job, if there is one."""
+        """Pause; when the resuming thread has run the job, if there is one, return its result."""
         self._job = job
         self._stopped.release()
         self._go.acquire()
@@ -267,7 +267,7 @@ class Forward:
         return done
 
     def _stream(self, number: int) -> Tensor | None:
-        """Return the result of an operator, and let go of it where nobody else needs it."""
+        """Return the stored result of an operator, and drop it after its last use."""
         found = self._streams.get(number)
         self._uses[number] -= 1
         if not self._uses[number]:
@@ -290,7 +290,7 @@ class _Stops(TorchDispatchMode):
 def forwards(
     model: nn.Module, batches: Sequence[Any], weights: Weights, **known: Any
 ) -> Iterator[list[Forward]]:
-    """Yield a forward of each batch; what is unfinished then is abandoned.
+    """Yield a forward of each batch; abandon unfinished ones at the end of the context.
 
     Args:
         **known: ``note`` and ``readers`` of ``Forward``.
@@ -307,7 +307,7 @@ def forwards(
 
 
 def real_places(batch: Any) -> Tensor | None:
-    """Return which places of a batch of sequences are no padding, where its inputs say so.
+    """Return the mask of places that are no padding, from a batch's attention mask; or None.
 
     Shape: (examples, length), bool.
     """
@@ -316,7 +316,7 @@ def real_places(batch: Any) -> Tensor | None:
 
 
 def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
-    """Return what belongs to each number of a parameter as the matrix that is read has it.
+    """Rearrange values for each element of a parameter as in the matrix that is read.
 
     Shape: (groups, features, outputs).
     """
@@ -329,12 +329,12 @@ def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
 
 
 def places_of(read: Read, labels: Tensor) -> int:
-    """Return how many features in a row are of one channel: those of a kernel or a flatten.
+    """Return the number of consecutive features per channel: those of a kernel or a flatten.
 
     Args:
         read: of the weight.
-        labels: of the features, alike within a channel; where all are, nothing is known of a
-            flatten.
+        labels: of the features, equal within a channel; if all are equal, a flatten is not
+            recognised.
 
     Shape: labels (any number, features).
     """
@@ -350,10 +350,10 @@ class Reader:
 
     Attributes:
         name: of the weight.
-        calls: how often one forward does.
-        bias: name of the bias that is added then; empty where there is none.
-        stream: the number of the operator that made what the result is added to; 0 where nothing
-            of its shape is known.
+        calls: how often one forward multiplies with it.
+        bias: name of the bias that the product adds; empty where there is none.
+        stream: the number of the operator whose result is added to the product; 0 where no such
+            result of the same shape is known.
         norm: names of the weight, bias, mean and variance of the BatchNorm that alone reads the
             result, each empty where there is none; None without such a norm.
     """
@@ -367,14 +367,14 @@ class Reader:
 
 @dataclass
 class Survey:
-    """Notes on the weights of one forward.
+    """Uses of the weights in one forward.
 
     Attributes:
-        readers: the weights that it multiplies with and does nothing else with, by name.
+        readers: the weights that are used in products only, by name.
         norms: each BatchNorm, by the names of its tensors.
-        used: names of tensors that other operators than products take.
-        last: the last product's result, as it is seen by now, and the name of its weight.
-        made: by id, what operators made, and their numbers.
+        used: names of tensors that operators other than products read.
+        last: the latest view of the last product's result, and the name of its weight.
+        made: by id, the results of operators, and the operators' numbers.
     """
 
     weights: Weights
@@ -386,7 +386,7 @@ class Survey:
     count: int = 0
 
     def note(self, operator: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """Note an operator that multiplies with no weight."""
+        """Record an operator that multiplies with no weight."""
         self.count += 1
         if isinstance(result, Tensor):
             self.made[id(result)] = ref(result), self.count
@@ -406,18 +406,18 @@ class Survey:
             self.used |= {name for arg in args if (name := self.weights.name(arg)) is not None}
 
     def _number(self, value: Any, like: Tensor) -> int:
-        """Return the number of the operator that made a tensor of this shape; 0 for another."""
+        """Return the number of the operator that returned a tensor of this shape, else 0."""
         made, number = self.made.get(id(value), (None, 0))
         is_it = made is not None and made() is value
         return number if is_it and value.shape == like.shape else 0
 
     def read(self, read: Read) -> None:
-        """Note a weight that is multiplied with."""
+        """Record a product with a weight."""
         reader = self.readers.setdefault(read.name, Reader(read.name))
         reader.calls += 1
         reader.bias = self.weights.name(read.bias) or ""
         if reader.bias and read.bias is not None and read.bias.numel() != _size(self, reader.bias):
-            reader.bias = ""  # a part of it: the parts of the weight come one after another
+            reader.bias = ""  # a view of a part: the weight is read in parts, too
         self.count += 1
         self.last = read.run(), read.name
         self.made[id(read.out)] = ref(self.last[0]), self.count
@@ -432,7 +432,7 @@ def norm_of(
 ) -> tuple[str, ...] | None:
     """Return the names of a BatchNorm's weight, bias, mean and variance.
 
-    None for another operator, or one without statistics of its own.
+    None for another operator, or a norm without running statistics.
     """
     if "batch_norm" not in operator.name() or len(args) < 5:
         return None
@@ -441,7 +441,7 @@ def norm_of(
 
 
 def _is_view(operator: OpOverload) -> bool:
-    """Return whether the result is the argument itself, seen otherwise."""
+    """Return whether the result is a view of an argument."""
     aliased = [
         arg.alias_info for arg in schema_of(operator).arguments if arg.alias_info is not None
     ]
@@ -449,7 +449,7 @@ def _is_view(operator: OpOverload) -> bool:
 
 
 def survey_of(model: nn.Module, batch: Any) -> Survey:
-    """Return what the forward of a batch does with a model's weights; the model in eval mode."""
+    """Return the uses of a model's weights in the forward of a batch; the model in eval mode."""
     survey = Survey(Weights(model))
     with forwards(model, [batch], survey.weights, note=survey.note) as (forward,):
         while (read := forward.advance()) is not None:

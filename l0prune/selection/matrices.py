@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One call of such an operator.
+    """One call of an operator that contracts a weight.
 
     Attributes:
         weight: position of the weight among the arguments.
         bias: position of the bias; None where the operator takes none.
-        inputs: from the arguments, and the rows that are wanted (None for all), to x.
-        outputs: from the result, and the rows, to out.
-        matrix: from the weight, or a tensor that lies as it does, to W.
+        inputs: function from the arguments, and the wanted rows (None for all), to x.
+        outputs: function from the result, and the rows, to out.
+        matrix: function from the weight, or a tensor of its shape, to W.
         unmatrix: the inverse of ``matrix``.
     """
 
@@ -40,7 +40,7 @@ class Product:
     unmatrix: Callable[[Tensor], Tensor]
 
 
-_FIRST = {  # place of the first factor
+_FIRST = {  # position of the first factor among the arguments
     aten.mm.default: 0,
     aten.bmm.default: 0,
     aten.addmm.default: 1,
@@ -64,7 +64,7 @@ def product_of(
 
 
 def by_channel(rows: Tensor, places: int) -> Tensor:
-    """Return each place of a kernel or a flatten as a row of the channels.
+    """Return a row of channels for each place of a kernel or a flatten.
 
     Shape: rows (groups, rows, channels · places), result (groups, rows · places, channels).
     """
@@ -139,7 +139,7 @@ def _padded(args: Sequence[Any]) -> Tensor:
 
 
 def _stuffed(args: Sequence[Any]) -> Tensor:
-    """The input of the convolution that a transposed one is: with zeros between and around."""
+    """Return the input as the equivalent plain convolution reads it: zeros between and around."""
     x, weight, _, stride, padding, dilation, _, more, _ = args
     sizes = [(size - 1) * step + 1 for size, step in zip(x.shape[2:], stride, strict=True)]
     wide = x.new_zeros(*x.shape[:2], *sizes)

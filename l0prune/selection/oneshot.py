@@ -1,9 +1,9 @@
-"""Cut of a part of the way to a budget, by scores, with as many branches as the loss says.
+"""Partial cut towards a budget, by scores, where the loss decides how many branches go.
 
-A score tells slots from each other, and another branches; how many branches are worth as much as
-which widths, neither says. So ``OneShot`` cuts the same part of the way in several ways, from
-widths alone to branches alone, and the loss decides. Half of the way tells best: where scores cut
-all of it the loss is far above chance, and does not say from where a network learns best.
+One score ranks slots, and another ranks branches; neither compares branches with widths. So
+``OneShot`` cuts the same part of the way in several ways, from widths alone to branches alone, and
+the loss decides. Half of the way tells best: after a whole cut by scores the loss is far above
+chance, and does not predict from which cut a network learns best.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TRIED = 12  # ways beside widths alone, at most: each costs a forward
 
 @dataclass(frozen=True)
 class OneShot:
-    """A cut at once, by scores, of a part of the way to some limits.
+    """A one-shot cut, by scores, of a part of the way to some limits.
 
     Attributes:
         wanted: the limits.
         blocks: for each axis, how many slots close together.
         scores: of slots and of branches, shape ``(plan.size,)``.
-        part: of the way, in factors: half of it to 0.36 is to 0.6.
+        part: of the way, as an exponent of the share: half of the way to 0.36 is 0.6.
     """
 
     wanted: Sequence[Bound]
@@ -52,7 +52,7 @@ class OneShot:
             alone have gone, or where branches still have to go for the rest of the way.
 
         Raises:
-            UsageError: nothing is as small as that.
+            UsageError: no choice of slots is as small as that.
         """
         plan, open_ = of.plan, of.gates.open().cpu()
         ways = list(self.candidates(plan, open_))
@@ -72,7 +72,7 @@ class OneShot:
         return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
 
     def candidates(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
-        """Yield open gates with ever more branches gone, those of lowest score first."""
+        """Yield open gates with ever more branches removed, those of lowest score first."""
         switches = (switches_of(plan) & open_).nonzero().flatten()
         order = switches[self.scores[switches].argsort(stable=True)]
         for count in range(0, len(order) + 1, _apart(len(order))):
@@ -98,7 +98,7 @@ class OneShot:
         return without_idle(plan, fitting.choose(start, fill=False).open_)
 
     def _left(self, open_: Tensor) -> float:
-        """Return the part that these open gates leave of what the limits allow, at most 1."""
+        """Return the least ratio of the amount of these open gates to a limit, at most 1."""
         return min(1.0, *(b.actual_share(open_) / b.share for b in self.wanted))
 
     def is_possible(self, plan: Plan, start: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Layers of a cut network that are given the weights which repair what the cut has done.
+"""Compensation of a cut network, layer by layer, beside the dense network.
 
-The dense and the cut network compute the same batches side by side. At each weight they stop: the
-least-squares solution from what the cut network feeds the layer to what the dense one's layer gave
-takes the weight's place, and both go on.
+The dense and the cut network compute the same batches side by side. At each weight they pause: the
+weight is replaced by the least-squares map from the layer's inputs in the cut network to its
+outputs in the dense one, and both are resumed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from l0prune.selection.lockstep import (
 )
 from l0prune.selection.matrices import by_channel
 
-_ROWS = 1 << 19  # of one layer, at most: positions of maps next to each other say much the same
-_LARGEST = 5120  # features of which the whole covariance is taken …
-_FOR_EACH = 2  # … if there are so many rows for each
-_HELD = 4  # every so many-th batch chooses the damping
+_ROWS = 1 << 19  # of one layer, at most: neighbouring positions of maps are much alike
+_LARGEST = 5120  # most features for a full covariance, …
+_FOR_EACH = 2  # … with so many rows for each
+_HELD = 4  # one batch in so many is held out to choose the damping
 
 
 class Tandem:
@@ -43,7 +43,7 @@ class Tandem:
     Attributes:
         layers: by the name of each weight that was changed, the part of its outputs' variance that
             is left as error.
-        few: layers with fewer samples than numbers to tell apart: both.
+        few: layers with fewer samples than features, by name: number of both.
     """
 
     def __init__(self, dense: nn.Module, cut: nn.Module, plan: Plan, kept: Tensor) -> None:
@@ -54,7 +54,7 @@ class Tandem:
         self.few: dict[str, tuple[int, int]] = {}
 
     def run(self, batches: Sequence[Any]) -> dict[str, float]:
-        """Change the cut network's weights; what is left as error of each layer."""
+        """Refit the cut network's weights, and return the remaining error of each layer."""
         survey = survey_of(self.dense, batches[0])
         readers = survey.readers
         with (
@@ -118,7 +118,7 @@ class Tandem:
             self.norms.setdefault(norm, _Statistics()).add(args[0], args[-1])
 
     def _tell(self, norm: tuple[str, ...], statistics: _Statistics) -> None:
-        """Give a BatchNorm the statistics that its inputs now have; what it computes stays.
+        """Set a BatchNorm's statistics to those of its present inputs, and keep its function.
 
         γ′ = γ·σ′/σ and β′ = β + γ·(μ′ − μ)/σ, so that train mode computes the same, too.
         """
@@ -160,7 +160,7 @@ class _Statistics:
 
 
 class _Layer:
-    """One layer of the cut network, and what of it may change."""
+    """One layer of the cut network, with the features and outputs that may change."""
 
     def __init__(
         self, tandem: Tandem, reader: Reader, dense: Read, read: Read, batches: int
@@ -184,18 +184,18 @@ class _Layer:
         self.is_large = len(self.features) > (_LARGEST // 4 if self.is_few else _LARGEST)
 
     def has_to_change(self, pairs: Sequence[tuple[Read, Read]]) -> bool:
-        """Return whether the layer is fed, or multiplies, anything else than the dense one's."""
+        """Return whether the layer can be fitted, and is cut or has not the dense one's inputs."""
         is_hopeless = self.is_large and self.places == 1
         if is_hopeless or not len(self.features) or not len(self.outputs):
             return False
         return self.is_cut or not all(_are_fed_alike(dense, cut) for dense, cut in pairs)
 
     def moments(self) -> Moments:
-        """Return sums that are still empty."""
+        """Return empty moments."""
         return Moments(is_basis=self.is_wide and self.places == 1)
 
     def count(self, moments: Moments, dense: Read, cut: Read, batches: int, seed: int) -> None:
-        """Count a batch: what the cut network's layer reads, and what the dense one's gives."""
+        """Add a batch: the layer's inputs in the cut network, and its outputs in the dense one."""
         assert dense.out is not None
         missing = None
         if dense.stream is not None and cut.stream is not None:
@@ -214,7 +214,7 @@ class _Layer:
             moments.add(x, y)
 
     def change(self, seen: Moments, held: Moments) -> float:
-        """Give the layer the weights that give back best what the dense one gave."""
+        """Fit the layer's weights to the dense layer's outputs, and return the remaining error."""
         read = self.read
         matrix = read.product.matrix(read.weight).double().clone()
         prior = matrix[:, self.features][..., self.outputs]
@@ -239,8 +239,8 @@ class _Layer:
     ) -> Solution:
         """Weights W′_kp = Σ_c B_kc W_cp, with B the same at each place p of the kernel.
 
-        B gives the dense layer's channels from those that are left: many features from few samples
-        would take as many of the latter, and a matrix too large.
+        B predicts the dense layer's channels from the remaining ones: a fit of every feature would
+        need many samples, and too large a matrix.
         """
         kept = self.features[:: self.places] // self.places
         prior = torch.zeros_like(seen.xy)
@@ -264,7 +264,7 @@ class _Layer:
         return bias.double().reshape(groups, -1)[:, self.outputs]
 
     def _shift(self, found: Solution) -> None:
-        """Put the constant into the bias, or take it from the mean of the norm behind."""
+        """Write the constant into the bias, or subtract it from the mean of the next norm."""
         tensors = self.tandem.of_cut.tensors
         groups = len(found.bias)
         size = self.read.product.matrix(self.read.weight).shape[2]

@@ -1,12 +1,12 @@
-"""Weights on a grid that give back y best: each rounding is made up for by what is not rounded yet.
+"""Rounding of weights to a grid, where features not yet rounded compensate for each rounding.
 
-Of the whole numbers q there are those wanted whose weights W_q = s·q have the least
+Wanted are the integers q whose weights W_q = s·q minimise
 
     E = tr (W_q − W)ᵀ C (W_q − W)
 
-with C the damped moments of the inputs and W the weights that give back y best (``least_squares``).
-Features are rounded one after another, and the change that a rounding makes to the outputs is taken
-back by the features that are still to come (OPTQ: Frantar, Ashkboos, Hoefler & Alistarh 2022,
+with C the damped moments of the inputs and W the weights that predict y best (``least_squares``).
+Features are rounded one after another, and the change of the outputs by a rounding is compensated
+by the features that are not yet rounded (OPTQ: Frantar, Ashkboos, Hoefler & Alistarh 2022,
 arXiv 2210.17323, algorithm 1): with C⁻¹ = UᵀU, U upper triangular,
 
     W_j ← W_j − U_ij / U_ii · (W_i − s·q_i),  j > i.
@@ -24,20 +24,20 @@ _BLOCK = 128  # features whose errors are passed on to the others at once
 
 
 def nearest(weight: Tensor, steps: Tensor, largest: int) -> Tensor:
-    """Return the nearest whole numbers, by magnitude no larger than ``largest``."""
+    """Return the nearest integers, by magnitude no larger than ``largest``."""
     return (weight / steps).round().clamp(-largest, largest)
 
 
 def rounded(weight: Tensor, gram: Tensor, steps: Tensor, largest: int) -> Tensor:
-    """Return the whole numbers q of weights on a grid that give back y best.
+    """Return the integers q of weights on a grid, rounded by OPTQ.
 
-    No output has a larger E than by the nearest whole numbers.
+    No output has a larger E than with the nearest integers.
 
     Args:
         weight: W, shape (groups, features, outputs).
         gram: moments of the inputs, shape (groups, features, features).
         steps: s, shape as weight.
-        largest: whole number, by magnitude.
+        largest: the largest integer, by magnitude.
 
     Shape: as weight; all float64.
     """
@@ -63,7 +63,7 @@ def rounded(weight: Tensor, gram: Tensor, steps: Tensor, largest: int) -> Tensor
 
 
 def _in_turns(weight: Tensor, steps: Tensor, upper: Tensor, largest: int) -> Tensor:
-    """Round features in the order in which they stand; see the head of the file."""
+    """Round features one after another; see the module's docstring."""
     left, made = weight.clone(), torch.zeros_like(weight)
     features = weight.shape[1]
     for start in range(0, features, _BLOCK):

@@ -27,8 +27,8 @@ from l0prune.running.task import Task, batch_length
 class ScoreInput:
     """A gated network with the data that a score is computed from.
 
-    What looks at data raises a UsageError where there is none, or where the model gives nothing
-    of the kind, and a DataError where the data is empty or does not fit the model.
+    Methods that use data raise a UsageError if there is none, or if the model has no such output,
+    and a DataError if the data is empty or does not fit the model.
 
     Attributes:
         root: the module that was gated.
@@ -102,15 +102,15 @@ class ScoreInput:
     def losses(self, choices: Sequence[Tensor]) -> Tensor | None:
         """Return the mean loss with each choice of open gates; None without a loss in eval mode.
 
-        Norms have the statistics of each batch, as after some steps of training: those from before
-        are of a network that is no longer there.
+        Norms use the statistics of each batch, as after some steps of training: the stored ones
+        belong to the network before the cut.
 
         Shape: each choice bool, flat; result ``(choices,)``, float64 on the CPU.
         """
         found: list[Tensor] = []
         with self._evaluating() as (task, batches), batch_statistics(self.root), torch.no_grad():
             for inputs, targets in batches:
-                if batch_length(inputs, targets) < 2:  # which have no statistics
+                if batch_length(inputs, targets) < 2:  # too few for statistics
                     continue
                 row = []
                 for open_ in choices:
@@ -144,7 +144,7 @@ class ScoreInput:
 
 
 def output_tensor(outputs: Any) -> Tensor:
-    """Return a model's scores, or all numbers that it gives for an example in one row.
+    """Return a model's scores, or all outputs for each example in one row.
 
     Shape: of several tensors ``(examples, numbers)``.
     """

@@ -28,12 +28,12 @@ from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
 
-FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
+FORWARDS = 5  # of a branch on each batch: after about so many rounds all are removed
 TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
-_ROUND = 0.25  # of the branches that are left go in a round
+_ROUND = 0.25  # share of the remaining branches that is removed per round
 _AUTO = 100  # batches of ``auto``
-# A loss is at its least if its squared slope at z = 1 is less than this part of that nearby: of a
-# trained ResNet-20 it is 1.2, of its own answers 0, of those in bfloat16 0.001.
+# A loss is at a minimum if its squared slope at z = 1 is less than this part of that nearby: for a
+# trained ResNet-20 the ratio is 1.2, with its own answers as targets 0, in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
 _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _RENAMED = {"removal": "ablation"}
@@ -118,7 +118,7 @@ def names() -> list[str]:
 
 
 def current_name(name: str) -> str:
-    """Return the name of a registered score, of today for one that was renamed."""
+    """Return the name of a registered score; for a renamed one warn, and return the new name."""
     if name in _RENAMED:
         today = _RENAMED[name]
         warn_renamed(f"the score {name!r}", repr(today))
@@ -159,7 +159,7 @@ class ComputedScore(NamedTuple):
 def compute_score(
     name: str, of: ScoreInput, by: Callable[[ScoreInput], Tensor] | None = None
 ) -> ComputedScore:
-    """Compute a registered score, or this function in its place."""
+    """Compute a registered score, or the function ``by`` instead of it."""
     with stage(f"scoring by {name}"):
         values = (by or _scores[name])(of)
     if not bool(torch.isfinite(values).all()):
@@ -170,8 +170,8 @@ def compute_score(
 def compute_best_scores(slots: ScoreInput, branches: ScoreInput) -> list[ComputedScore]:
     """Compute the score that suits each kind of axis best: ``ablation`` of branches.
 
-    There is one for each kind that the network has, with 0 for the other kind. Branches have an
-    input of their own: of fewer examples, which tell more of them.
+    There is one for each kind that the network has, with 0 for the other kind. Branches have a
+    separate input, of fewer examples.
     """
     switches, found = switches_of(slots.plan), []
     if not switches.all():
@@ -269,9 +269,9 @@ def ablation(of: ScoreInput) -> Tensor:
 def _branch_ablation(of: ScoreInput) -> Tensor:
     """Each switch's mean over the examples of ‖o − o'‖², o' the outputs without it.
 
-    Where a network can spare either of two branches, it may need one. So they go in rounds, and
-    those that are left are tried again without what is gone. The values are given to switches in
-    the order in which these may go, smallest first.
+    A network may do without either of two branches, but not without both. So branches go in
+    rounds, and the remaining ones are tried again without those. The values are assigned to
+    switches in the order in which these go, smallest first.
 
     Shape: ``(plan.size,)``, float64; 0 but for switches.
     """
@@ -290,7 +290,7 @@ def _branch_ablation(of: ScoreInput) -> Tensor:
 
 
 def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]) -> Tensor:
-    """‖o − o'‖² of each of these switches, o' without it and those that are gone."""
+    """‖o − o'‖² of each of these switches, o' without it and the removed ones."""
     open_ = torch.ones_like(of.gates.log_alpha)
 
     def found() -> Iterator[tuple[Tensor, int]]:
@@ -317,9 +317,9 @@ def auto(of: ScoreInput) -> Tensor:
 
 
 def _best_for_slots(of: ScoreInput) -> str:
-    """``"fisher"``, or ``"outputs"`` where the loss is at its least.
+    """Return ``"fisher"``, or ``"outputs"`` if the loss is at a minimum.
 
-    Its slope there is rounding, and far larger where all gates close by a hundredth.
+    There its slope is rounding error, and far larger with all gates at 0.99.
     """
 
     def slope(at: float) -> float:
@@ -337,7 +337,7 @@ def random(of: ScoreInput) -> Tensor:
 
 
 def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
-    """Each value over the mean of its axis, or of all switches; those that are all 0 stay so."""
+    """Divide each value by the mean of its axis, or of all switches; axes of zeros stay 0."""
     result, switches = values.clone(), switches_of(plan)
     numbers = torch.arange(plan.size)
     among = [numbers[axis.slice] for axis in plan.axes if axis.kind not in (KIND, BITS)]
@@ -355,11 +355,11 @@ def _squares(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
-    """The values at all positions where a gate acts, added up gate by gate.
+    """Return, for each gate, the sum of the values at all positions where it acts.
 
     Shape: each part's values ``(layout.size,)``; result ``(plan.size,)``.
     """
-    total = torch.zeros(plan.size + 1, dtype=torch.float64)  # the last is of positions ungated
+    total = torch.zeros(plan.size + 1, dtype=torch.float64)  # the last: ungated positions
     for values, layout in parts:
         for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)

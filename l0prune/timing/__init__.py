@@ -1,1 +1,1 @@
-"""Milliseconds: what a network of any widths takes on a runtime, and how that is found out."""
+"""Latency of a network at any widths on a runtime: its measurement and its model."""

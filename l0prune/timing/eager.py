@@ -33,7 +33,7 @@ HALVES = {torch.float16, torch.bfloat16}
 
 
 class CutGraphs:
-    """Networks of one gated model: captured once, cut as often as asked.
+    """Networks of one gated model, captured once and cut for each choice of slots.
 
     They compute in float32, or in half precision if all of the model's weights are in it.
     """
@@ -55,7 +55,7 @@ class CutGraphs:
         return graph.to(self._dtype)
 
     def inputs(self) -> Inputs:
-        """Return an example of the batch that is asked for."""
+        """Return example inputs of the requested batch size."""
 
         def sized(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -70,7 +70,7 @@ Shapes = list[tuple[int, ...]]
 
 
 class Eager:
-    """PyTorch without a compiler."""
+    """Runtime PyTorch without a compiler."""
 
     name = "eager"
 
@@ -98,11 +98,11 @@ class Eager:
         return network
 
     def median(self, run: Callable[[], Any], times: int) -> float:
-        """Return the median of some runs in milliseconds."""
+        """Return the median of several runs in milliseconds."""
         return statistics.median(self._timed(run) for _ in range(times))
 
     def _timed(self, run: Callable[[], Any]) -> float:
-        """Time one run in milliseconds; of a single thread on the CPU, only while it is at work."""
+        """Time one run in milliseconds; with a single thread on the CPU, its CPU time."""
 
         def run_to_its_end() -> None:
             run()
@@ -113,12 +113,12 @@ class Eager:
         return collect.milliseconds(run_to_its_end, is_alone)
 
     def wait(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all queued work."""
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
 
     def host_part(self, run: Callable[[], Any], times: int = 9) -> float:
-        """Return the part of a run's time that it takes to start its operators; 1 on a CPU."""
+        """Return the share of a run's time in which the host launches operators; 1 on a CPU."""
         found = []
         for _ in range(times):
             self.wait()
@@ -130,13 +130,13 @@ class Eager:
         return statistics.median(found)
 
     def clock(self) -> HostClock:
-        """Return a clock of one operator, which runs."""
+        """Return a started clock for one operator."""
         return DeviceClock(self) if self._is_cuda else HostClock(self)
 
     def occupy(self) -> None:
-        """Give a GPU work for so long that the operators that follow wait for it, not it for them.
+        """Queue work on a GPU, so that the next operators wait for it and not it for the host.
 
-        Else an operator's time would be that which the host takes to start it.
+        Else an operator's measured time would be the host's time to launch it.
         """
         if self._is_cuda:
             filler = torch.ones(4096, 4096, device=self.device)
@@ -145,7 +145,7 @@ class Eager:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Use so many threads within the context, without gradients."""
+        """Use the runtime's number of threads within the context, without gradients."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -155,7 +155,7 @@ class Eager:
             torch.set_num_threads(before)
 
     def operators(self, network: GraphModule, inputs: Inputs, times: int) -> OperatorTimer:
-        """Time the operators of a network."""
+        """Time the operators of a network in several runs."""
         found = OperatorTimer(network, self)
         for _ in range(times):
             found.run(*inputs)
@@ -166,7 +166,7 @@ _FILLERS = 60  # products of 4096×4096 float32: some 0.15 s of a recent GPU
 
 
 class HostClock:
-    """Clock of one operator: the host's, which waits for the device at both ends."""
+    """Host clock of one operator, which waits for the device at start and end."""
 
     def __init__(self, runtime: Eager) -> None:
         self._runtime = runtime
@@ -174,7 +174,7 @@ class HostClock:
         self._begin = time.perf_counter()
 
     def stop(self) -> None:
-        """Note the end."""
+        """Record the end."""
         self._runtime.wait()
         self._spent = 1e3 * (time.perf_counter() - self._begin)
 
@@ -184,25 +184,25 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """Clock of one operator on a GPU: events that the device notes, for which nothing waits."""
+    """Clock of one operator on a GPU: CUDA events, for which the host does not wait."""
 
     def __init__(self, runtime: Eager) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._events[0].record()
 
     def stop(self) -> None:
-        """Note the end."""
+        """Record the end."""
         self._events[1].record()
 
     def milliseconds(self) -> float:
-        """Return the time between start and end, once the device has come to the end."""
+        """Return the time between start and end, once the device has reached the end."""
         begin, end = self._events
         return float(begin.elapsed_time(end))
 
 
 @dataclass
 class TimedNode:
-    """Operator of a network, timed."""
+    """Operator of a network, with the shapes of its tensors and its clocks."""
 
     node: Node
     shapes: Shapes
@@ -227,7 +227,7 @@ class OperatorTimer(Interpreter):
         return result
 
     def run_node(self, n: Node) -> Any:
-        """Run a node, which ``call_function`` then knows."""
+        """Run a node, which is recorded for ``call_function``."""
         self._node = n
         return super().run_node(n)
 
@@ -246,10 +246,10 @@ class OperatorTimer(Interpreter):
         return result
 
     def times(self, names: Sequence[str]) -> dict[str, float]:
-        """Milliseconds by the number that a node has among ``names``.
+        """Return milliseconds by the number that a node has among ``names``.
 
-        A node that is not among them, since not every network has it, is charged to the one before
-        it.
+        The time of a node that is not in ``names``, since not every network has it, is added to
+        that of the node before.
         """
         number = {name: number_of(i) for i, name in enumerate(names)}
         found: dict[str, float] = defaultdict(float)
@@ -281,7 +281,7 @@ def _facts(alike: Sequence[TimedNode], finder: SizeFinder, numbers: Mapping[str,
 
 
 def _reads(node: Node, numbers: Mapping[str, int]) -> Iterator[int]:
-    """Yield the numbers of the operators that a node reads, through those that have none."""
+    """Yield the numbers of the operators that a node reads, also through nodes without one."""
     for read in node.all_input_nodes:
         if read.name in numbers:
             yield numbers[read.name]
@@ -292,18 +292,18 @@ def _reads(node: Node, numbers: Mapping[str, int]) -> Iterator[int]:
 
 
 class Compiled(Eager):
-    """PyTorch with ``torch.compile``. Operators are timed without it: each would be fused."""
+    """Runtime ``torch.compile``; operators are timed uncompiled, since it would fuse them."""
 
     name = "compile"
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """Return the network, to be compiled when it is first called."""
+        """Return the network, which is compiled at its first call."""
         torch.compiler.reset()
         return torch.compile(network, dynamic=False)
 
 
 class CudaGraph(Eager):
-    """PyTorch on a GPU, recorded as one CUDA graph: the host starts no operator any more."""
+    """PyTorch on a GPU, recorded as one CUDA graph: the host launches no single operators."""
 
     name = "cuda-graph"
 
@@ -316,7 +316,7 @@ class CudaGraph(Eager):
             )
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """Return the replay of a network's first call, which reads that call's own tensors."""
+        """Return the replay of a network's first call, which reads the tensors of that call."""
         recorded: list[torch.cuda.CUDAGraph] = []
 
         def call(*args: Any, **kwargs: Any) -> None:
@@ -340,7 +340,7 @@ class CudaGraph(Eager):
 
 
 class Program(Eager):
-    """A runtime of programs for phones, on the processor. Operators are timed in PyTorch."""
+    """Runtime of mobile programs, on the CPU; operators are timed in PyTorch."""
 
     def __init__(self, kind: Format, device: str, threads: int) -> None:
         super().__init__(device, threads)
@@ -351,11 +351,11 @@ class Program(Eager):
 
     @property
     def version(self) -> str:
-        """Its version, and PyTorch's, whose networks are translated."""
+        """Versions of the runtime and of PyTorch, whose networks are converted."""
         return f"{self._kind.version()}, torch {torch.__version__}"
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """Return the runs of the program that is made of a network for its first call's sizes."""
+        """Return the run of a network's program, converted at the first call for its sizes."""
         loaded: list[Run] = []
 
         def call(*args: Any, **kwargs: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Facts of a network's nodes that are known before timing, and groups of nodes run as one."""
+"""Facts about a network's nodes known without timing, and groups of nodes that are timed as one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from l0prune.plan.switches import without_switches
 
 
 def plan_id(plan: Plan) -> str:
-    """Return a digest of the plan's axes and tensor layouts: times depend on nothing else of it.
+    """Return a digest of the plan's axes and tensor layouts: only these of the plan affect times.
 
-    A table is of all branches, and good whichever of them has a switch and whatever bits are
-    learned.
+    It is the same whichever branches have a switch and whatever bits are learned, so one table
+    serves all of these.
     """
     axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind not in (KIND, BITS)]
     tensors = {
@@ -32,7 +32,7 @@ def plan_id(plan: Plan) -> str:
 
 
 Monomial = tuple[Layout, ...]
-"""The layouts whose sizes are multiplied; none for a constant."""
+"""Product of sizes, given as their layouts; empty for a constant."""
 
 
 INPUT = -1
@@ -41,13 +41,13 @@ _SUMS = ("Add", "Sum", "add", "add_")  # of ONNX and torch
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Operator, sizes and owner of one node, at any widths.
+    """Operator, owner and tensor sizes of one node, independent of the widths.
 
     Attributes:
-        owner: path of the module whose code it is from, if that is known.
-        has_weights: whether it reads a tensor of two or more dims.
-        reads: numbers of the nodes that it reads, and ``INPUT`` where it reads the network's.
-        monomials: how many numbers it reads and writes, as products of layouts, but for factors.
+        owner: path of the module whose code the node is from, if known.
+        has_weights: whether it reads a weight of two or more dims.
+        reads: numbers of the nodes that it reads, and ``INPUT`` for an input of the network.
+        monomials: sizes of the tensors that it reads and writes, up to constant factors.
     """
 
     operator: str
@@ -61,7 +61,7 @@ FACTS = TypeAdapter(list[NodeFacts])
 
 
 def number_of(node: int) -> str:
-    """Return the node's number, as in its name and in the results of ``collect``."""
+    """Return the node's number as text, as in its name and in the results of ``collect``."""
     return f"{node:05d}"
 
 
@@ -80,14 +80,14 @@ Name = Annotated[str, AfterValidator(_printable)]
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes whose times are only known together.
+    """Group: nodes that are timed as one, since the runtime may fuse them.
 
     Attributes:
-        owner: path of the module that the first of them belongs to, if that is known.
-        operator: of the first that has weights, or of the first.
-        nodes: their numbers.
-        monomials: how many numbers they read and write, but for factors; the constant first.
-        branches: names of those without any of which the nodes are not there.
+        owner: path of the module of the first node with weights, else of the first, if known.
+        operator: of the same node.
+        nodes: numbers of the nodes.
+        monomials: sizes of the tensors read and written, up to factors; the constant first.
+        branches: names of the branches of which the removal of any one removes the nodes.
     """
 
     owner: Name
@@ -102,18 +102,18 @@ class Group:
         return tuple(dict.fromkeys(layout for monomial in self.monomials for layout in monomial))
 
     def time(self, times: Times) -> float:
-        """Milliseconds of all of them."""
+        """Return the milliseconds of all nodes together."""
         return sum(times.get(node, 0.0) for node in self.nodes)
 
 
 def groups_of(
     facts: Sequence[NodeFacts], samples: Sequence[Times], branches: Sequence[Branch] = ()
 ) -> tuple[Group, ...]:
-    """The groups, in the order of the nodes, without those that take no time.
+    """Return the groups, in the order of the nodes, without those that no sample timed.
 
-    Some nodes are fused into others at some widths. A node without weights that was not seen in
-    some sample is taken together with the last one that it reads; one with weights that was not
-    seen (its time is then found under the name of what follows it), with what follows it.
+    At some widths the runtime fuses nodes. A node without weights that is missing in some sample
+    joins the group of the last node that it reads. So does each node without weights that reads a
+    missing node with weights, whose time is then found under the name of its reader.
     """
     seen = [sum(number_of(i) in times for times in samples) for i in range(len(facts))]
     leader = list(range(len(facts)))
@@ -154,9 +154,9 @@ def _group(
 def _gone_with(
     facts: Sequence[NodeFacts], branches: Sequence[Branch]
 ) -> Mapping[int, Sequence[str]]:
-    """Return for each node the names of the branches without any of which it is not there.
+    """Return for each node the names of the branches whose removal removes the node.
 
-    They are those of the branch's modules, those that read nothing else or are read by nothing
+    A branch removes the nodes of its modules, nodes that read nothing else or are read by nothing
     else, and the sum that adds the branch to the stream.
     """
     readers: dict[int, set[int]] = defaultdict(set)

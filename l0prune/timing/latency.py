@@ -1,4 +1,4 @@
-"""Latency as a measure: smooth for gates to learn by, in whole blocks for widths.
+"""Latency as a measure: smooth for learning gates, in whole blocks for choosing widths.
 
 The blocks are the width multiples that a runtime prefers, axis by axis.
 """
@@ -28,18 +28,18 @@ from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
 from l0prune.timing.sizes import Widths, slots_of
 
 _BLOCKS = (1, 4, 8, 16, 32)  # the finest first
-_NARROWEST = 0.25  # of an axis: what budgets leave of most
+_NARROWEST = 0.25  # share of an axis: the least that budgets leave of most axes
 _TRIED = 24  # networks by which blocks are compared
-_WORTH = 1e-4  # by which a block has to be better than a finer one
+_WORTH = 1e-4  # relative gain in time by which a block has to beat a finer one
 
 
 def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
-    """Return for each axis the block by which networks with as many slots are fastest.
+    """Return for each axis the block with which networks of equal slot counts are fastest.
 
-    Random widths are rounded to whole blocks, down or up, so that on average as many slots are left
-    whatever the block is: where time is linear in a width, slots are counted one by one. From the
-    best block for all axes, each axis in turn takes the best of its own. An axis keeps one block at
-    least, which speaks against large ones. Slots whose number is no width are counted one by one.
+    Random widths are rounded to whole blocks, down or up, so that the mean number of slots does not
+    depend on the block: where time is linear in a width, the block is 1. From the best common
+    block, each axis in turn changes to its best block. An axis keeps at least one block, which
+    disfavors large ones. The block is 1 on axes whose number of slots is no width of a tensor.
     """
     networks = _networks(plan)
 
@@ -60,9 +60,7 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
 
 
 class _BlockRounding(NamedTuple):
-    """Width between two whole blocks: the part of the way between them is rounded up to the higher
-    one where the chance, from 0 to 1, is less.
-    """
+    """Width ``part`` (0 to 1) of the way from ``low`` to ``high``; high if ``chance`` is less."""
 
     low: int
     high: int
@@ -76,7 +74,7 @@ class _BlockRounding(NamedTuple):
 def _expected(
     time: Callable[[Widths], float], widths: Sequence[_BlockRounding], number: int
 ) -> float:
-    """Return the time where one width is rounded up as often as makes it right on average."""
+    """Return the expected time over the random rounding of one width."""
     rounded, one = [each.by_chance() for each in widths], widths[number]
 
     def at(width: int) -> float:
@@ -86,11 +84,11 @@ def _expected(
 
 
 def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]]]:
-    """Return random networks; each gives its widths for the blocks of all axes."""
+    """Return random networks, each a function from the blocks of all axes to its widths."""
     generator = torch.Generator().manual_seed(1)
 
     def spread() -> list[list[float]]:
-        """Numbers from 0 to 1, those of each axis spread evenly."""
+        """Draw numbers from 0 to 1, stratified for each axis (a Latin hypercube)."""
         shape = _TRIED, len(plan.axes)
         order = torch.rand(shape, generator=generator).argsort(0)
         numbers: list[list[float]] = (
@@ -110,7 +108,7 @@ def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]
 
 
 def _between(size: int, drawn: float, chance: float, block: int) -> _BlockRounding:
-    """Place a width of an axis of this size; ``drawn`` from 0, the narrowest, to 1, all of it."""
+    """Return a width of an axis of this size; ``drawn`` is from 0, narrowest, to 1, all of it."""
     wanted = size * (_NARROWEST + (1 - _NARROWEST) * drawn)
     low = min(size, max(block, int(wanted // block) * block))
     high = min(size, low + block)
@@ -119,19 +117,19 @@ def _between(size: int, drawn: float, chance: float, block: int) -> _BlockRoundi
 
 
 Observe = Callable[[Tensor], float]
-"""The time of the network that keeps these slots, bool and flat, over that of the dense one."""
+"""Ratio of the time of the network that keeps these slots, bool and flat, to the dense one's."""
 
 OVERHEAD = "the runtime itself, whatever the widths"
 
 
 class TimedLatency(Latency):
-    """Milliseconds of one network, predicted.
+    """Predicted milliseconds of one network, as a measure.
 
     Args:
-        model: their times.
-        smooth: the same for gates to learn by.
+        model: times of the groups, and of the runtime itself.
+        smooth: smooth approximation of ``model``, for learning gates.
         dense: milliseconds of the dense network, as timed.
-        observing: gives what times networks of a model here, if anything does.
+        observing: returns the function that times a model's networks here; None without one.
     """
 
     def __init__(
@@ -166,17 +164,17 @@ class TimedLatency(Latency):
         return self.actual(torch.ones(self.plan.size, dtype=torch.bool), through)
 
     def by_owner(self, kept: Tensor) -> dict[str, float]:
-        """Milliseconds of each module, and those that no module takes; together the whole time."""
+        """Return milliseconds by module path, with the runtime's part under ``OVERHEAD``."""
         result: dict[str, float] = defaultdict(float)
         for term, ms in zip(self._model.terms, self._values(kept > 0, None), strict=True):
             result[self._owners[term.group]] += float(ms)
         return dict(result)
 
     def filling_by_owner(self, kept: Tensor, asked: Tensor) -> dict[str, float]:
-        """Return each module's milliseconds for positions that round its widths up, by path.
+        """Return the milliseconds spent on positions that only fill blocks, by module path.
 
-        These are slots that stay beside those that were ``asked`` for, both bool and flat, and what
-        the runtime computes beyond them to fill its blocks.
+        These are slots that are ``kept`` but not ``asked`` for, both bool and flat, and positions
+        that the runtime computes beyond the kept ones to fill its blocks.
         """
         shares = self._model.asked_shares(self._sizes(kept), self._sizes(asked))
         filling = self._values(kept, None) * (1 - shares)
@@ -186,7 +184,7 @@ class TimedLatency(Latency):
         return dict(result)
 
     def blocks(self) -> list[int]:
-        """Return for each axis the block of slots in which the runtime prefers it to be cut."""
+        """Return for each axis the block of slots that the runtime prefers."""
         return self._blocks
 
     @cached_property
@@ -197,9 +195,9 @@ class TimedLatency(Latency):
         return preferred_blocks(self.plan, time)
 
     def observed(self, model: nn.Module) -> float | None:
-        """Milliseconds of the model with its gates as they stand, timed beside the dense one.
+        """Return milliseconds of the model at its current gates, timed beside the dense network.
 
-        None where the table is of another machine.
+        None if the table is from another machine.
         """
         observe = self._observing(model)
         if observe is None:
@@ -213,14 +211,14 @@ class TimedLatency(Latency):
 
     @cached_property
     def _needed(self) -> Any:
-        """Return for each term the slots of its switches, padded with one that is always there."""
+        """Return for each term the slots of its switches, padded with one that is always open."""
         starts = [axis.start for axis in self.plan.axes]
         width = max([1, *map(len, self._switches)])
         filled = [[*of, *[len(starts)] * (width - len(of))] for of in self._switches]
         return np.array([*starts, self.plan.size])[np.array(filled, dtype=int).reshape(-1, width)]
 
     def _meets(self, through: frozenset[int]) -> Any:
-        """Return 1 for each term that one of these axes could take away, else 0."""
+        """Return 1 for each term that depends on one of these axes, else 0."""
         of_layout = [axes_of(layout) for layout in self._model.layouts]
         pairs = zip(self._model.terms, self._switches, strict=True)
         axes = (set(of).union(*(of_layout[s.layout] for s in term.steps)) for term, of in pairs)

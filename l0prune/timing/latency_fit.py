@@ -1,10 +1,12 @@
-"""Fit of the model of a network's time to timed networks.
+"""Fit of a latency model to timed networks.
 
-A network is a sum of groups of nodes, each with a few monomials of sizes (``facts``). A Linear that
-reads i and writes o slots has o·i, o and 1. Tried are sums of these with sizes as they are or
-rounded up to whole blocks, and with other coefficients where sizes are whole blocks: for a runtime
-with a fast path for multiples of 8, ``a·↑o·↑i + b·↑o + c`` where both are, and ``a'·↑o·↑i + b'·↑o +
-c'`` elsewhere.
+A network's time is the sum of the times of its *groups*, nodes that are timed as one (``facts``).
+Groups with the same operator and pattern of monomials are of one *kind*. A *form* is a candidate
+for a group's time: a sum of *terms*, coefficient times a product of *steps*, which are sizes
+rounded up to whole blocks. It may have separate coefficients in several *cells*, parts of all
+widths that differ in which sizes are whole blocks. For a Linear that reads i and writes o slots, on
+a runtime with a fast path for multiples of 8: ``a·↑o·↑i + b·↑o + c`` in the cell where both are
+multiples, and ``a'·↑o·↑i + b'·↑o + c'`` in the cell of all other widths.
 """
 
 from __future__ import annotations
@@ -22,23 +24,23 @@ from l0prune.plan.layout import Layout
 from l0prune.timing.facts import Group, Monomial
 from l0prune.timing.latency_model import LatencyModel, Numbers, Step, Term
 
-_ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks that sizes may be rounded up to
-_ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may ask for
-_TOLD_APART = 4  # layouts of a group whose blocks may differ
-_LEAST = ((1, 1), (1, 16), (16, 1))  # sizes that it may ask for, of two
-_TINY = 1e-10  # on the diagonal, where features are the same
-_NEGLIGIBLE = 1e-10  # squared error, as a share: below it forms are as good as each other
-_RANK = 1e-6  # of the largest singular value: below it they are
-_PRICE = 0.01  # of a further coefficient, in shares of the squared error
-_MOST = 0.6  # coefficients a sample, of a form with several cells
+_ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks to which sizes may be rounded up
+_ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may require
+_TOLD_APART = 4  # layouts of a group that are tried in pairs, with a block each
+_LEAST = ((1, 1), (1, 16), (16, 1))  # minimum sizes that it may require, of a pair
+_TINY = 1e-10  # added to the Gram matrix's diagonal, for equal features
+_NEGLIGIBLE = 1e-10  # added to relative squared errors, below which forms are equally good
+_RANK = 1e-6  # share of the largest singular value below which others count as 0
+_PRICE = 0.01  # penalty of each coefficient, as a share of the squared error
+_MOST = 0.6  # coefficients per sample, at most, of a form with several cells
 
 WidthCondition = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
-"""Widths of which some are whole blocks, and not all of each of some sets; see ``Term``."""
+"""Cell: the widths that meet the conditions ``aligned`` and ``unless``; see ``Term``."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Timed networks.
+    """Sizes and times of timed networks.
 
     Shape: sizes of the layouts ``(networks, layouts)``, milliseconds of the groups ``(networks,
     groups)`` and of whole networks ``(networks,)``.
@@ -55,20 +57,19 @@ class Samples:
         return bool((self.sizes == self.sizes[:1]).all())
 
     def subset(self, which: Numbers) -> Samples:
-        """Return the samples of these numbers."""
+        """Return the samples at these indices."""
         return Samples(self.layouts, self.sizes[which], self.times[which], self.whole[which])
 
 
 def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     """Fit the model that predicts the samples best, each weighted by one over its whole time.
 
-    For each group several forms are tried, with sizes rounded to blocks or not, and with other
-    times where sizes are whole blocks; that which predicts samples best that it has not seen
-    (leaving out each in turn) is taken. A fast path is the runtime's and not the layer's: the
-    error on all groups of the same kind together counts half as much as that on the group. What a
-    network takes beyond its nodes is a constant, and factors on nodes whose widths are whole
-    blocks and on others: nodes are faster while they are looked at, one run after the other, and
-    those the more that go through more memory.
+    For each group several forms are tried, with sizes rounded up to blocks or not, and with one or
+    several cells; the form with the least leave-one-out error is chosen. A fast path belongs to the
+    runtime, not to a layer: the error on all groups of the same kind counts half as much as that on
+    the group. A network's time beyond its nodes' is modelled by a constant, a factor on terms with
+    ``unless`` and one on all others: nodes run faster while they are profiled, one run after the
+    other, and the more so the more memory they use.
     """
     terms: list[Term] = []
     kinds: dict[Any, list[list[_Fit]]] = defaultdict(list)
@@ -80,7 +81,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
     sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
-    if samples.are_alike:  # only branches can be cut: nothing tells a constant from a factor
+    if samples.are_alike:  # only branches can be cut: constant and factor are not identifiable
         factors = [float(np.mean(samples.whole) / np.mean(sum(sums)))] * len(sums)
         overhead = 0.0
     else:
@@ -90,7 +91,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
 
 
 class _Fit(NamedTuple):
-    """Form of a group's time, its coefficients, and the squared error that it leaves."""
+    """Form of a group's time, its fitted coefficients, and its leave-one-out squared error."""
 
     error: float
     form: _Form
@@ -98,13 +99,13 @@ class _Fit(NamedTuple):
 
 
 def _kind(group: Group) -> Any:
-    """Return what groups have in common whose forms are the same, one by one."""
+    """Return the key of a group's kind: its operator and the pattern of its monomials."""
     place = {layout: number for number, layout in enumerate(group.layouts)}
     return group.operator, tuple(tuple(map(place.get, each)) for each in group.monomials)
 
 
 def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
-    """Fit each form to a group's times; as many forms, in the same order, for each kind."""
+    """Yield each form, fitted to a group's times; the forms are the same for all of a kind."""
     index = {layout: i for i, layout in enumerate(samples.layouts)}
     monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
     most = _MOST * len(samples.whole) / len(monomials)
@@ -126,7 +127,7 @@ def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
 
 
 def _are_in(cell: WidthCondition, sizes: Numbers) -> NDArray[np.bool_]:
-    """Return which networks are in a cell, shape ``(networks,)``, by sizes."""
+    """Return the mask of the networks in a cell, shape ``(networks,)``, given their sizes."""
 
     def hold(steps: Sequence[Step]) -> NDArray[np.bool_]:
         held = np.ones(len(sizes), bool)
@@ -143,7 +144,7 @@ def _are_in(cell: WidthCondition, sizes: Numbers) -> NDArray[np.bool_]:
 
 
 def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
-    """Yield the terms of the best form of each of some groups of one kind; of equals the first."""
+    """Yield the terms of the best form of each group, all of one kind; the first of equal ones."""
     errors = np.array([[fit.error for fit in of] for of in fits]) + _NEGLIGIBLE
     scores = (np.log(errors) + np.log(errors.sum(0)) / 2).round(9)
     for of, best in zip(fits, scores.argmin(1), strict=True):
@@ -151,12 +152,12 @@ def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
 
 
 class _Form(NamedTuple):
-    """Sum of terms that a group's time may be.
+    """Candidate for a group's time: a sum of terms, with separate coefficients in each cell.
 
     Attributes:
-        monomials: the layouts whose sizes are multiplied, by number.
-        block: to whose multiples sizes are rounded up.
-        cells: of widths, each with terms of its own.
+        monomials: the layouts whose sizes are multiplied, by index.
+        block: block to whose multiples sizes are rounded up.
+        cells: partition of all widths.
     """
 
     group: int
@@ -165,7 +166,7 @@ class _Form(NamedTuple):
     cells: tuple[WidthCondition, ...]
 
     def terms(self, coefficients: Numbers) -> list[Term]:
-        """Return the terms with these milliseconds, without those that take none."""
+        """Return the terms with these milliseconds, without those of 0."""
         factors = [tuple(Step(each, self.block) for each in of) for of in self.monomials]
         found = product(self.cells, factors)
         return [
@@ -176,10 +177,10 @@ class _Form(NamedTuple):
 
 
 def _cells(layouts: Sequence[int]) -> Iterator[tuple[WidthCondition, ...]]:
-    """Yield ways to divide all widths by which of them are whole blocks.
+    """Yield partitions of all widths into cells, by which sizes are whole blocks.
 
-    A fast path may ask for another block of what is read than of what is written, and for some
-    least size of one of them.
+    A fast path may require different blocks of the sizes read and written, and a minimum size of
+    one of them.
     """
     yield (((), ()),)
     pairs = list(combinations(layouts[:_TOLD_APART], 2))
@@ -200,11 +201,11 @@ def _cells(layouts: Sequence[int]) -> Iterator[tuple[WidthCondition, ...]]:
 
 
 def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
-    """Return the squared error on samples left out in turn, and coefficients of 0 or more.
+    """Return the leave-one-out squared error with a penalty, and nonnegative coefficients.
 
     With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
-    The trace of H counts the coefficients that differ: sizes that are the same in all samples of a
-    cell make its features multiples of each other. Each has its price.
+    The trace of H counts the independent coefficients: sizes that are the same in all samples of a
+    cell make its features multiples of each other. Each adds the penalty ``_PRICE``.
     """
     scaled, target = features * weights[:, None], times * weights
     found = nonnegative_least_squares(scaled, target)
@@ -215,7 +216,7 @@ def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[floa
 
 
 def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
-    """Fit whole times by a constant and a factor on each of these sums of node times."""
+    """Fit whole times by a constant and a factor on each of the sums of node times."""
     features = np.stack([np.ones_like(whole), *sums], -1) / whole[:, None]
     return [float(each) for each in nonnegative_least_squares(features, np.ones_like(whole))]
 
@@ -223,11 +224,11 @@ def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
 def fit_smooth(
     model: LatencyModel, groups: Sequence[Group], sizes: Numbers, most: Numbers, dense: float
 ) -> LatencyModel:
-    """Fit the times of a model at preferred widths without rounding.
+    """Fit a smooth approximation of a model, whose terms have neither rounding nor conditions.
 
-    For each group a sum of plain terms that are not negative, fitted to the model at ``sizes`` in
-    whole blocks, ``(networks, layouts)``; so that fewer slots never cost more, and gates can learn
-    by it. At the sizes of the dense network, ``most``, the sum is its time.
+    Each group becomes a sum of nonnegative terms, fitted to the model at ``sizes`` in whole blocks,
+    ``(networks, layouts)``; so fewer slots never cost more, and gates can learn by it. It is scaled
+    to the time ``dense`` at the sizes of the dense network, ``most``.
     """
     index = {layout: i for i, layout in enumerate(model.layouts)}
     values = model.values(sizes)
@@ -249,7 +250,7 @@ def fit_smooth(
 
 
 def nonnegative_least_squares(features: Numbers, target: Numbers) -> Numbers:
-    """Fit least squares with coefficients of 0 or more: those that would be less are left out."""
+    """Solve least squares with coefficients ≥ 0, dropping the most negative one at a time."""
     scale = np.sqrt((features**2).sum(0))
     left = np.flatnonzero(scale)
     scaled = features[:, left] / scale[left]

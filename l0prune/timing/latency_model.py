@@ -1,8 +1,8 @@
 """Model of a network's time as a function of its widths; ``latency_fit`` finds one.
 
-A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks. It may count only where some sizes
-are multiples of a block, or only where they are not: runtimes have fast paths for these. No term
-is negative, so that a time is one, also of widths that nobody has timed.
+A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks. It may be limited to widths of which
+some are multiples of a block, or are not: runtimes have fast paths for multiples. No term is
+negative, so that no predicted time is, also at widths that were not timed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from l0prune.plan.numbers import LARGEST
 from l0prune.plan.plan import Plan
 
 Numbers = NDArray[np.float64]
-_WIDEST = 2**16  # slots of a block
+_WIDEST = 2**16  # slots of the largest block
 Milliseconds = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Size that is rounded up to whole multiples of a block, or has to be one.
+    """Size with a block: a factor, rounded up to a multiple of it, or a condition to be one.
 
     Attributes:
-        least: what a size has to be at least that has to be whole blocks.
+        least: minimum size, in a condition.
     """
 
     layout: Annotated[int, Field(ge=0)]
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """``ms × Π ↑size`` where its conditions hold, else 0.
+    """Summand of a latency model: ``ms × Π ↑size`` where its conditions hold, else 0.
 
     Attributes:
         factors: sizes that are multiplied, rounded up.
@@ -86,11 +86,11 @@ class LatencyModel:
         return result
 
     def asked_shares(self, sizes: Numbers, asked: Numbers) -> Numbers:
-        """Return the share of each term's value for positions that were asked for, from 0 to 1.
+        """Return the share of each term's value that is due to requested positions, from 0 to 1.
 
-        Sizes that are the same at all widths count as asked for, however they are rounded up.
+        Sizes that are the same at all widths count as requested, however they are rounded up.
 
-        Shape: sizes, and those that were asked for, ``(layouts,)``; result ``(terms,)``.
+        Shape: sizes, and the requested ones (``asked``), ``(layouts,)``; result ``(terms,)``.
         """
         factors, _, _, steps, _ = self._arrays
         free = np.array([bool(axes_of(layout)) for layout in self.layouts] + [False])
@@ -102,7 +102,7 @@ class LatencyModel:
 
     @cached_property
     def _arrays(self) -> tuple[Any, Any, list[Any], Any, Numbers]:
-        """Return indices of steps for each term, padded with one that is always 1; steps; times."""
+        """Return each term's step indices, padded with 0 (a step of size 1); the steps; times."""
         one = Step(len(self.layouts), 1)
         distinct = dict.fromkeys([one, *(step for term in self.terms for step in term.steps)])
         number = {step: i for i, step in enumerate(distinct)}
@@ -130,7 +130,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 class LayoutSizes:
-    """Open sizes of many layouts of a plan at once."""
+    """Evaluator of the open sizes of many layouts of a plan at once."""
 
     def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
         sums = Sums(plan, layouts)
@@ -147,7 +147,7 @@ class LayoutSizes:
         self._coefficients = np.array([coefficient for _, _, coefficient in entries])
 
     def __call__(self, kept: Tensor) -> Numbers:
-        """Return the sizes for the slots that stay; shape ``(layouts,)``."""
+        """Return the sizes for the kept slots; shape ``(layouts,)``."""
         sums = self._table.values(kept.to(self._table.one.dtype)).numpy()
         values = self._coefficients * sums[self._columns].prod(-1)
         return np.bincount(self._rows, values, minlength=self._count).astype(np.float64)

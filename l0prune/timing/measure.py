@@ -1,4 +1,4 @@
-"""The public ``measure``: time networks of many widths, and make a latency table of them."""
+"""Public function ``measure``: time networks of many widths, and fit a latency table."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from l0prune.timing.runtimes import runtime_of
 from l0prune.timing.sizes import all_slots, slots_of
 from l0prune.timing.table import LatencyTable, Quality, Setting
 
-_HELD_OUT = 4  # one sample in so many says how well the others predict
-_BLOCK = 16  # of the widths that the smooth times are fitted to
-_BAND = 1.2  # within which node times together stray from a multiple of the networks'
+_HELD_OUT = 4  # one sample in this many is held out to test the prediction
+_BLOCK = 16  # block of the widths that the smooth model is fitted to
+_BAND = 1.2  # factor by which the sum of node times may stray from its typical multiple
 FEWEST, SAMPLES = 12, 48
 Progress = Callable[[int, int], None]
 
@@ -52,7 +52,7 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
-    """Make the table of a network with this plan."""
+    """Build the latency table of the network with this plan from timing results."""
     try:
         return _table(plan, results)
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -102,18 +102,18 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
 
 
 def _node_scale(timed: Sequence[Mapping[str, Any]], whole: Numbers) -> Numbers:
-    """Return a factor on each network's node times, which are taken after the network's own.
+    """Return a correction factor for each network's node times, which are taken after its own.
 
-    The machine may be faster or slower by then, and a small network takes longer for being looked
-    at: the run in which nodes are timed is made to take as long as the network. Where that run is
-    not known, all nodes together may stray a little from the typical multiple of the network.
+    The machine may be faster or slower by then, and profiling slows a small network down: node
+    times are scaled such that the profiled run takes as long as the network. Where that run's time
+    is unknown, the sum of node times may stray a little from its typical multiple of the network's.
     """
     nodes = [each["nodes"] for each in timed]
     if all(collect.RUN in each for each in nodes):
         runs: Numbers = np.array([each[collect.RUN] for each in nodes])
         return whole / runs
     multiples: Numbers = np.array([sum(each.values()) for each in nodes]) / whole
-    if not multiples.all():  # a runtime that tells no times of nodes
+    if not multiples.all():  # the runtime reports no times of nodes
         return np.ones_like(whole)
     off: Numbers = multiples / np.median(multiples)
     return off.clip(1 / _BAND, _BAND) / off
@@ -143,7 +143,7 @@ def _setting(results: Mapping[str, Any]) -> Setting:
 
 
 def _quality(groups: Sequence[Group], samples: Samples, noise: float) -> Quality:
-    """Cross-validate: predict some of the samples from the others."""
+    """Return the errors on held-out samples, predicted by a model fitted to the others."""
     everyone = np.arange(len(samples.whole))
     unseen = everyone % _HELD_OUT == _HELD_OUT - 1
     seen = samples.subset(everyone[~unseen])

@@ -1,6 +1,6 @@
 """ONNX files of a gated model at any widths, in a folder or bundle, to be timed.
 
-A model that was captured in parts has no one time, and is refused.
+A model that was captured in parts has no single time, and is refused.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from l0prune.timing.sizes import (
 from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common_template
 
 Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
-"""Another file made of one, given inputs of it."""
+"""Conversion of an ONNX model before it is timed, given example inputs of it."""
 
-_NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equal
+_NOISE = 1e-3  # standard deviation of noise on weights, since exporters merge equal tensors
 
 
 @dataclass(frozen=True)
 class Network:
-    """Network of a model, as an export writes it: the slots that stay, its file and its inputs."""
+    """Exported network: its kept slots, its ONNX model and example inputs."""
 
     kept: Tensor
     model: onnx.ModelProto
@@ -61,9 +61,9 @@ class Network:
 
 
 class Exporter:
-    """Exports a gated model at any widths, one after the other; the model stays as it is.
+    """Exporter of a gated model at any widths; the model is not changed.
 
-    Weights are made a little different from each other, since equal ones are put together in files.
+    A copy is exported, whose weights get a little noise, since files merge equal tensors.
     """
 
     def __init__(self, model: nn.Module, batch: int, convert: Convert | None = None) -> None:
@@ -72,7 +72,7 @@ class Exporter:
         self._gates, self._batch, self._convert = gates_of(self._model), batch, convert
 
     def network(self, widths: Widths) -> Network:
-        """Export the network in which so many slots of each axis are open."""
+        """Export the network with this many open slots of each axis."""
         return self.network_of(slots_of(self._gates.plan, widths))
 
     def network_of(self, open_: Tensor) -> Network:
@@ -102,7 +102,7 @@ def _disturbed(model: nn.Module) -> nn.Module:
 def _inputs(
     model: onnx.ModelProto, piece: ExportedPart, batch: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield examples for each input of the file, ``batch`` of them where their number is free."""
+    """Yield name and example of each input of the file, of size ``batch`` where that is free."""
     leaves: Sequence[Any] = piece.read(piece.answers[0].inputs)
     for given, leaf, sizes in zip(model.graph.input, leaves, piece.sizes, strict=True):
         value = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
@@ -122,9 +122,9 @@ _DENSE_WEIGHTS = "dense.bin"
 
 
 class NetworkFiles:
-    """Writes networks of one model into a folder, in milliseconds each.
+    """Writer of networks of one model into a folder, in milliseconds each.
 
-    It takes some exports to learn how; the dense network and its inputs are written then.
+    The constructor finds the template by some exports, and writes the dense network and its inputs.
 
     Raises:
         NotGated: the model carries no gates.
@@ -157,11 +157,11 @@ class NetworkFiles:
     def write(self, name: str, kept: Tensor) -> Path:
         """Write the file of the network that keeps these slots, bool and flat.
 
-        One without some branch has other nodes, and is exported.
+        A network without some branch has other nodes, and is exported instead.
         """
         path = self.folder / name
         if name in self._written and torch.equal(self._written[name], kept):
-            return path  # the same choice as before
+            return path
         if gone(self._plan, kept):
             made = self._exporter.network_of(kept).model
         else:
@@ -172,10 +172,10 @@ class NetworkFiles:
 
 
 def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Template]:
-    """Return the dense network, a file with weights to take, and the template of all files.
+    """Return the dense network, a model to take weights from, and the common template.
 
-    The dense network may have other nodes than one that is cut; then a third one that is cut is
-    compared in its place.
+    The dense network may have other nodes than one that is cut; then another one that is cut is
+    compared instead.
     """
     found = []
     compared = [[axis.size for axis in plan.axes], *distinguishing_widths(plan, _LEAST)]
@@ -204,7 +204,7 @@ def _common(plan: Plan, found: Sequence[Network]) -> Template:
 
 
 def _counting(plan: Plan, kept: Tensor) -> Count:
-    """Counts sizes in a network that keeps these slots."""
+    """Return the function that evaluates sizes in the network that keeps these slots."""
     open_: dict[Layout, int] = {}
 
     def count(size: Size) -> int:

@@ -1,4 +1,4 @@
-"""Runtimes of ONNX files: what is common to them, and ONNX Runtime."""
+"""Runtimes of ONNX files: their base class, and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from l0prune.timing.latency import Observe
 
 @dataclass(frozen=True)
 class Job:
-    """Networks to time, and how.
+    """Networks to time, and the settings of the timing.
 
     Attributes:
-        folder: where files and results are kept.
-        progress: called with how many networks are timed, and of how many.
+        folder: folder of files and results.
+        progress: called with the number of networks timed so far, and of all.
     """
 
     model: nn.Module
@@ -38,29 +38,29 @@ class Job:
         return self.folder / "results.json"
 
 
-SECONDS = 1.0  # of all turns, where a single network is timed
+SECONDS = 1.0  # of all turns together, when a single network is timed
 
 
 class Runtime(Protocol):
-    """A runtime, of some version, that can run and time networks."""
+    """Runtime, of some version, that can run and time networks."""
 
     version: str
 
     def results(self, job: Job) -> dict[str, Any]:
-        """Time networks of random widths; what was timed already is taken from the folder."""
+        """Time networks of random widths; those already timed are read from the folder."""
 
     def bench(self, job: Job) -> Observe:
-        """Return what times single networks of the model; its files lie in the job's folder."""
+        """Return the function that times single networks, with files in the job's folder."""
 
 
 class OnnxFiles:
-    """Runtime that runs ONNX files. A further one is a subclass with ``load`` and ``nodes``.
+    """Base class of runtimes of ONNX files; subclasses define ``load`` and ``nodes``.
 
     Attributes:
-        name: under which its times are known.
-        version: of it.
-        provider: what it runs files on.
-        convert: makes of each file what is timed, as ``in_int8`` does; None to leave it.
+        name: name of the runtime, in tables and on the command line.
+        version: version of the runtime.
+        provider: provider or device that runs the files.
+        convert: conversion of each file before timing, such as ``in_int8``; None for none.
     """
 
     name: str

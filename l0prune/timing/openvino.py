@@ -53,7 +53,7 @@ class OpenVino(OnnxFiles):
 
 
 class _Network:
-    """A file in OpenVINO, in the precision that it is written in."""
+    """ONNX file compiled by OpenVINO, in the file's precision."""
 
     def __init__(
         self, core: Any, path: Path, threads: int, device: str, more: dict[str, Any] | None = None
@@ -63,6 +63,6 @@ class _Network:
         self.request = core.compile_model(str(path), device, settings).create_infer_request()
 
     def median(self, inputs: dict[str, Any], times: int) -> float:
-        """Return the median in milliseconds; its threads are its own, so that the clock counts."""
+        """Return the median in milliseconds, by wall clock: OpenVINO works in separate threads."""
         run = partial(self.request.infer, inputs)
         return statistics.median(collect.milliseconds(run, False) for _ in range(times))

@@ -34,7 +34,7 @@ from l0prune.timing.sizes import (
 def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     """Time networks of random widths, each in turns with the dense one.
 
-    What is among the job's results already is not timed again.
+    Networks already among the job's results are not timed again.
     """
     plan = gates_of(job.model).plan
     widths = list(islice(sampled_widths(plan, job.seed), job.samples))
@@ -109,17 +109,17 @@ class AlternatingTimer:
         return self._graphs.network(kept).to(self._runtime.device)
 
     def _prepared(self, network: GraphModule) -> Callable[[], Any]:
-        """Return one run of a network, which has run before."""
+        """Return a function that runs the network once, after a first run here."""
         call, (args, kwargs) = self._runtime.prepared(network), self._inputs
         call(*args, **kwargs)
         return lambda: call(*args, **kwargs)
 
 
-_HOST = 0.8  # of a run's time, from which on the device waits for the host
+_HOST = 0.8  # share of a run's time spent on launching, from which on the device waits for the host
 
 
 def _warn_of_host(runtime: str, part: float) -> None:
-    """Warn where a network takes as long at any widths, since the host is what it waits for."""
+    """Warn if widths hardly change a network's time, since the device waits for the host."""
     if part >= _HOST:
         warn(
             f"the dense network waits for the host: starting its operators takes {part:.0%} of its "
@@ -129,7 +129,7 @@ def _warn_of_host(runtime: str, part: float) -> None:
 
 
 class Torch:
-    """PyTorch, on the device that is its first provider."""
+    """Runtime PyTorch on a device, the first of ``providers``."""
 
     def __init__(self, kind: Callable[[str, int], Eager], providers: Sequence[str]) -> None:
         self._kind, self.provider = kind, providers[0] if providers else "cpu"
@@ -146,7 +146,7 @@ class Torch:
 
 
 def _in_int8() -> Callable[[Any, dict[str, Any]], Any]:
-    """Return what makes int8 files; says where times of them are not those of other machines."""
+    """Return the conversion to int8; warn if times of int8 here do not hold elsewhere."""
     from l0prune.exporting.onnx.quantizer import has_dot_products, in_int8  # loads onnx
 
     if not has_dot_products():

@@ -1,4 +1,4 @@
-"""Widths of networks to try, and the layouts that numbers in their files are the sizes of.
+"""Widths of networks to time, and the layouts whose sizes are numbers in their files.
 
 A number is matched to a layout by its values in files of several widths.
 """
@@ -22,7 +22,7 @@ from l0prune.selection.fitting import beside_maps
 
 
 def check_single_network(parts: Sequence[str]) -> None:
-    """Refuse a model of which there are several networks, one for each of these modules' paths."""
+    """Refuse a model that was captured in several parts, given by the paths of their modules."""
     if len(parts) == 1:
         return
     paths = ", ".join(map(repr, parts[:3]))
@@ -39,10 +39,10 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Whole number that follows the widths: ``offset + times · |layout| / over``.
+    """Integer that depends on the widths: ``offset + times · |layout| / over``.
 
     Attributes:
-        layout: a constant one, of one position, where the number is always the same.
+        layout: constant, of one position, where the number is the same at all widths.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class Size:
     offset: int = 0
 
     def at(self, positions: int) -> int:
-        """Return the number for so many open positions of the layout."""
+        """Return the number for this many open positions of the layout."""
         return self.offset + self.times * positions // self.over
 
     @property
@@ -68,7 +68,7 @@ def constant(number: int) -> Size:
 class SizeFinder:
     """Finder of the layout of a number, given its values at several choices of slots.
 
-    Of two axes of the same size, some file should keep different numbers of slots.
+    In some file, any two axes of the same size should keep different numbers of slots.
     """
 
     def __init__(self, plan: Plan, kept: Sequence[Tensor]) -> None:
@@ -85,7 +85,7 @@ class SizeFinder:
 
     @property
     def distinct_counts(self) -> tuple[int, int]:
-        """Count the layouts, and ratios of sizes, that have distinct sizes in the files."""
+        """Numbers of distinct layouts by their sizes in the files, exactly and up to a factor."""
         return len(self._by_numbers), len(self._by_direction)
 
     def numbers(self, layout: Layout) -> Numbers:
@@ -102,7 +102,7 @@ class SizeFinder:
         return tuple(sorted(layouts, key=str))
 
     def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
-        """Return the layout with these sizes in the files; None if there is none.
+        """Return the ``Size`` with these values in the files; None if none is known.
 
         ``hint`` is the layout to prefer, if it fits.
         """
@@ -116,7 +116,7 @@ class SizeFinder:
             layout = self._by_direction.get(_direction(numbers)) or self._product(numbers)
             if layout is not None:
                 return self._scaled(layout, numbers)
-        for sign in (1, -1):  # -1: what is left of a number that is always the same
+        for sign in (1, -1):  # -1: a constant minus the size of a layout
             layout = self._by_steps.get(_steps([sign * number for number in numbers]))
             if layout is not None:
                 return Size(layout, sign, offset=numbers[0] - sign * self.numbers(layout)[0])
@@ -128,7 +128,7 @@ class SizeFinder:
         return Size(layout, numbers[0] // common, own[0] // common)
 
     def _product(self, numbers: Numbers) -> Layout | None:
-        """Return two layouts whose sizes multiply to these, but for a factor."""
+        """Return a product of two layouts with sizes proportional to the numbers, if any."""
         for first in list(self._by_direction.values()):
             own = self.numbers(first)
             if all(number % size == 0 for number, size in zip(numbers, own, strict=True)):
@@ -140,48 +140,49 @@ class SizeFinder:
 
 
 def _layouts(plan: Plan) -> Iterator[Layout]:
-    """Return the layouts that a number may be the size of, the simplest first."""
+    """Yield the layouts whose size a number may be, the simplest first."""
     dims = [dim for dims in plan.tensors.values() for dim in dims]
     dims += [dim for cost in plan.costs for dim in cost.dims]
     dims = [without_switches(plan, dim) for dim in dims]
     found = dict.fromkeys(dim for dim in dims if axes_of(dim))
     plain = sorted(found, key=lambda layout: len(axes_of(layout)))
     yield from plain
-    for layout in plain:  # the groups of a convolution are no dim of their own
+    for layout in plain:  # the groups of a convolution are a factor of a dim
         if isinstance(layout, Prod):
             yield from (factor for factor in layout.factors if axes_of(factor))
-    for layout in plain:  # where a concatenation is cut again
+    for layout in plain:  # offsets at which a concatenation is split again
         if isinstance(layout, Cat):
             for parts in accumulate((p,) for p in layout.parts[:-1]):
                 yield Cat(parts)
 
 
 def _direction(numbers: Numbers) -> Numbers:
-    """Return the numbers up to a common factor."""
+    """Return the numbers divided by their greatest common divisor."""
     common = gcd(*numbers) or 1
     return tuple(number // common for number in numbers)
 
 
 def _steps(numbers: Sequence[int]) -> Numbers:
-    """Return the numbers up to a common offset."""
+    """Return the numbers minus the first one."""
     return tuple(number - numbers[0] for number in numbers)
 
 
 _TRIES = 50
-_MOST = 7  # networks by which dims are told apart
-_NARROWEST = 0.1  # of an axis, in samples
-_STEPS = (8, 16, 32)  # what runtimes like widths to be multiples of
+_MOST = 7  # networks, at most, that are compared to tell dims apart
+_NARROWEST = 0.1  # least share of an axis in samples
+_STEPS = (8, 16, 32)  # blocks of which runtimes prefer multiples
 _ALIGNED = (0.0, 0.5, 1.0)
 _WHOLE = (0.0, 0.5)  # shares of the axes that are not cut
 Widths = list[int]
-"""The number of open slots of each axis."""
+"""Number of open slots of each axis."""
 
 
 def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
     """Return widths of ``least`` networks or more that tell all dims apart, with the dense one.
 
-    Random ones between a quarter and all of each axis, such as no other of its size has. A few
-    heads have few widths: then it takes more networks until no two dims are always equally wide.
+    They are random, from a quarter of each axis to all of it, and differ between axes of equal
+    size. An axis of a few heads has few widths: then networks are added, up to ``_MOST``, until no
+    two dims are equally wide in all of them.
     """
     wanted = _count_distinct(plan, _drawn(plan, _MOST, seed + 1))
     for count in range(least, _MOST + 1):
@@ -192,7 +193,7 @@ def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]
 
 
 def _count_distinct(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
-    """Count the dims whose sizes differ from all others in these networks and the dense one."""
+    """Return ``SizeFinder.distinct_counts`` for these networks and the dense one."""
     kept = [plan.kept(slots_of(plan, widths)) for widths in networks]
     return SizeFinder(plan, [all_slots(plan), *kept]).distinct_counts
 
@@ -222,9 +223,9 @@ def sampled_widths(
 ) -> Iterator[Widths]:
     """Yield the widths of the dense network, then random ones without end.
 
-    The share of axes whose widths are whole blocks is in turns one of ``aligned``. Of every other
-    network half of the axes are not cut: a fast path may ask for what many of them have together,
-    and most budgets leave many axes as they are.
+    The share of axes whose widths are whole blocks cycles through ``aligned``. In every other
+    network half of the axes are not cut: a fast path may require whole blocks of several axes at
+    once, and most budgets leave many axes as they are.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -246,9 +247,9 @@ def sampled_widths(
 def slots_of(plan: Plan, widths: Widths) -> Tensor:
     """Return a mask with this many slots of each axis; bool, shape ``(plan.size,)``.
 
-    They are the first ones, but for single inputs that are cut beside whole maps. Those are spread
-    over the maps, as gates leave them: the first ones would close whole maps, and the file would
-    not have the node that picks inputs. The first map, which stays, always lacks some.
+    These are the first slots, except for single inputs that are cut beside whole maps. Such inputs
+    are spread over the maps, as gates leave them: the first ones alone would close whole maps, and
+    the file would lack the node that picks inputs. The first map, which is kept, always lacks some.
     """
     if len(widths) != len(plan.axes):
         raise ValueError(f"{len(widths)} widths are given for {len(plan.axes)} axes")

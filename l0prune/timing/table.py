@@ -1,4 +1,4 @@
-"""The latency table: the time of a network at any widths on one runtime, and its file."""
+"""Latency table: the time of a network at any widths on one runtime, and its file."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Setting:
 
 
 def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
-    """Return the bench for a gated model in this setting; None if it is not available here.
+    """Return the timer of a gated model's networks in this setting; None if not available here.
 
-    That is on another machine, or with another version of the runtime.
+    It is not on another machine, or with another version of the runtime.
     """
     here = collect.machine()
     if (setting.processor, setting.system) != (here["processor"], here["system"]):
@@ -79,10 +79,10 @@ def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
 
 
 FORMAT = 2
-_NOISY = 0.05  # half of all times of one network within this share, and no more
+_NOISY = 0.05  # noise of the times (``Quality.noise``) from which on the table warns
 _WRONG = 0.05
 _KIND = "l0prune latency table"
-_POSITIONS = 2**40  # of all layouts; no network reads or writes more
+_POSITIONS = 2**40  # of all layouts, at most; no network reads or writes more
 _Width = Annotated[int, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=LARGEST)]
 
@@ -92,8 +92,8 @@ class Quality:
     """Errors of the prediction on held-out networks, |predicted over measured − 1|.
 
     Attributes:
-        noise: how far turns of a network stray, over the dense one's beside them: half of all
-            within this share.
+        noise: spread of repeated timings of a network over the dense one's: half of all are within
+            this share.
     """
 
     median: _Share
@@ -116,15 +116,15 @@ class LatencyTable:
     ``"latency=12ms"`` or ``"latency=0.5"``, a share of the dense network's time.
 
     Attributes:
-        setting: what the times are of.
-        plan: id of the plan that it was made for.
+        setting: runtime and machine of the times.
+        plan: id of the plan that the table was made for.
         dense: milliseconds of the dense network.
-        groups: nodes that are run as one.
-        model: their times, and what is beyond them.
-        smooth: the same for gates to learn by.
-        quality: how well it predicts.
-        samples: of each network that was timed its widths and milliseconds.
-        command: the command line that made it; empty where it was made in Python.
+        groups: groups of nodes that are timed as one.
+        model: times of the groups and of the runtime itself, at any widths.
+        smooth: smooth approximation of ``model``, for learning gates.
+        quality: errors of the prediction.
+        samples: widths and milliseconds of each network that was timed.
+        command: the command line that made the table; empty where it was made in Python.
     """
 
     setting: Setting
@@ -144,7 +144,7 @@ class LatencyTable:
         """Return the measure of a network with this plan.
 
         Raises:
-            UsageError: it was made for another network, or is about layouts that this one lacks.
+            UsageError: the table is of another network, or of layouts that this one lacks.
         """
         if plan_id(plan) != self.plan:
             raise UsageError(
@@ -160,14 +160,14 @@ class LatencyTable:
         return TimedLatency(plan, self.groups, self.model, self.smooth, self.dense, self._observing)
 
     def _observing(self, model: nn.Module) -> Observe | None:
-        """Return the bench in the table's setting for the model; None on another machine."""
+        """Return the timer of the model's networks in the table's setting; None elsewhere."""
         if not self._benches:
             self._benches.append(_bench_of(self.setting, model))
         return self._benches[0]
 
     @property
     def warning(self) -> str:
-        """Reason not to trust the table; empty where nothing speaks against it."""
+        """Reason not to trust the table; empty if there is none."""
         if self.quality.noise > _NOISY:
             return (
                 f"the machine is too noisy to trust these times: turns of one network, beside the "
@@ -208,7 +208,7 @@ class LatencyTable:
         return table
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as JSON.
+        """Write the table as JSON.
 
         Raises:
             FileError: the file cannot be written.

@@ -1,9 +1,9 @@
-"""An ONNX file whose widths can be chosen, found by comparing files of several widths.
+"""Template of an ONNX file at any widths, found by comparing files of several widths.
 
 The files have the same nodes; every number in which they differ (the dims of a weight, the shape
-that a Reshape is given, the groups of a convolution) is the size of something that the plan knows.
-So a file for other widths is written in milliseconds. Its weights are slices of the dense ones, in
-one file that all read, since time does not depend on their values.
+that a Reshape is given, the groups of a convolution) is the size of a layout of the plan. So a
+file for other widths is written in milliseconds. Its weights are the first numbers of the dense
+ones, in one file that all networks read, since time does not depend on their values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from l0prune.timing.facts import INPUT, NodeFacts, number_of
 from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
 
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
-_INLINE = 64  # numbers of a tensor of floats that may mean more than a weight, and stay as they are
+_INLINE = 64  # elements, at most, of constant-size tensors that keep their values: scales and such
 
 
 class NoTemplate(Exception):
@@ -42,7 +42,7 @@ class NoTemplate(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensor of floats, or of whole numbers that are scaled: a slice of the dense one."""
+    """Float or quantized tensor; its values are the first ones of the dense tensor."""
 
     name: str
     dims: tuple[Size, ...]
@@ -51,7 +51,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Integers:
-    """Tensor of whole numbers, row-major: sizes, or (None) the numbers from 0 on."""
+    """Integer tensor, row-major: sizes, or if ``values`` is None the numbers from 0 on."""
 
     name: str
     dims: tuple[Size, ...]
@@ -61,12 +61,12 @@ class Integers:
 
 @dataclass
 class Template:
-    """Nodes and tensors of an ONNX file, with layouts in place of sizes.
+    """Nodes and tensors of an ONNX file, with layouts instead of sizes.
 
     Attributes:
-        model: the file's nodes; sizes in it are those of the first one compared.
-        weights, integers: its tensors.
-        attributes: by node and name, whole numbers that follow the widths.
+        model: the file's nodes; sizes in it are those of the first file compared.
+        weights, integers: the file's tensors.
+        attributes: integer attributes that depend on the widths, by node and name.
     """
 
     model: ModelProto
@@ -115,7 +115,7 @@ def _difference(models: Sequence[ModelProto]) -> str:
 def _find_all(
     finder: SizeFinder, numbers: Sequence[Numbers], hints: Sequence[Layout] | None = None
 ) -> Iterator[Size]:
-    """Return the layout of each number; ``numbers`` has a row for each file."""
+    """Yield the ``Size`` of each number; ``numbers`` has a row for each file."""
     if len({len(row) for row in numbers}) > 1:
         raise NoTemplate("lists of numbers have other lengths")
     columns = list(zip(*numbers, strict=True))
@@ -129,7 +129,7 @@ def _find_all(
 
 
 def _hints(model: ModelProto, finder: SizeFinder) -> dict[str, Sequence[Layout]]:
-    """Return the layouts of tensors that are still called as in the model, by new names."""
+    """Return the layouts of tensors that keep their name from the model, by numbered name."""
     known = finder.plan.tensors
     return {
         _tensor_name(number, position): known[own]
@@ -163,7 +163,7 @@ def _sorted(node: NodeProto) -> list[AttributeProto]:
 
 
 def _structure(graph: GraphProto) -> list[tuple[Any, ...]]:
-    """Return the nodes and what they read, in the names of ``with_numbered_names``."""
+    """Return the nodes with their inputs and attributes, after ``with_numbered_names``."""
     return [
         (node.domain, node.op_type, *node.input, *(a.name for a in _sorted(node)))
         for node in graph.node
@@ -221,7 +221,7 @@ def _renamed(tensor: TensorProto, name: str) -> TensorProto:
 def _facts(
     named: ModelProto, models: Sequence[ModelProto], finder: SizeFinder
 ) -> Iterator[NodeFacts]:
-    """Return the facts of each node, without shapes that are unknown."""
+    """Yield the facts of each node; tensors of unknown shape are left out."""
     known = [_known_shapes(model) for model in models]
     writer = {given.name: INPUT for given in models[0].graph.input}
     wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}
@@ -241,7 +241,7 @@ def _facts(
 
 
 def _known_shapes(model: ModelProto) -> dict[str, Numbers]:
-    """Return the shapes of all values of a file; free dims count as one example."""
+    """Return the known shapes of a file's values; free dims of inputs count as 1."""
     stripped = ModelProto()
     stripped.CopyFrom(model)
     del stripped.graph.initializer[:]
@@ -271,17 +271,17 @@ def _count(dims: Sequence[int]) -> int:
 
 
 WEIGHTS = "weights.bin"
-_PAGE = 4096  # bytes; where each tensor begins, so that it can be mapped into memory
+_PAGE = 4096  # bytes: each tensor begins at a multiple, so that it can be mapped into memory
 
 Count = Callable[[Size], int]
-"""The number of a size for one choice of slots."""
+"""Function that evaluates a size for one choice of slots."""
 
 
 @dataclass
 class Resizer:
-    """Writer of files of one template at any widths into a folder.
+    """Maker of ONNX models of one template at any widths.
 
-    Its weights begin at these offsets in the file of weights, in bytes.
+    ``offsets`` are those of the weights in the file of weights, in bytes.
     """
 
     made: Template
@@ -289,9 +289,9 @@ class Resizer:
 
     @classmethod
     def write(cls, made: Template, values: ModelProto, most: Count, folder: Path) -> Resizer:
-        """Write the file of weights, as large as the dense network's widths, which ``most`` counts.
+        """Write the file of weights at the dense network's sizes, which ``most`` evaluates.
 
-        They are those of ``values``, over and over if these are fewer.
+        Its numbers are those of ``values``, repeated if these are fewer.
         """
         arrays = {tensor.name: tensor for tensor in with_numbered_names(values).graph.initializer}
         offsets: dict[str, int] = {}
@@ -304,7 +304,7 @@ class Resizer:
         return cls(made, offsets)
 
     def model(self, count: Count) -> ModelProto:
-        """Return the file for the widths by which ``count`` counts; weights lie in ``WEIGHTS``."""
+        """Return the model at the sizes that ``count`` gives, with weights in ``WEIGHTS``."""
         result = ModelProto()
         result.CopyFrom(self.made.model)
         graph = result.graph
@@ -327,7 +327,7 @@ class Resizer:
 
 
 def _elsewhere(weight: Weight, dims: list[int], offset: int) -> TensorProto:
-    """Return a tensor whose numbers lie in the file of weights."""
+    """Return a tensor with external data, in the file of weights."""
     tensor = TensorProto(name=weight.name, data_type=weight.dtype, dims=dims)
     tensor.data_location = TensorProto.EXTERNAL
     length = prod(dims) * np.dtype(helper.tensor_dtype_to_np_dtype(weight.dtype)).itemsize

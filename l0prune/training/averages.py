@@ -15,8 +15,8 @@ from l0prune.gating.bank import Gates, alive, asked_of
 from l0prune.running.processes import distribute_like, from_local_like, full_tensor, to_local
 from l0prune.training.budget import Budget
 
-# (module, name of the tensor in it): looked up anew each time, since a module may put another
-# tensor in the place of a buffer.
+# (tensors of a module, name in them): looked up at each use, since a module may replace a buffer
+# by another tensor.
 Slot = tuple[dict[str, Tensor | None], str]
 
 
@@ -42,7 +42,7 @@ class Average:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors as they stand, by name; of sharded ones this process' part."""
+        """Yield the model's present tensors by name; of sharded ones this process' part."""
         for name in self._slots:
             yield name, to_local(self._at(name).detach())
 
@@ -54,7 +54,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the model as it is after one more step."""
+        """Update the averages by the model's values after one more step."""
         beta = min(self.beta, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for averages, values in self._grouped():
@@ -63,7 +63,7 @@ class Average:
             average_(averages, values, 1 - beta)
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """(averages, values), a pair of lists for each device and dtype of the model's tensors."""
+        """Return (averages, values), two lists, for each device and dtype of the tensors."""
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
         for name, value in self._now():
@@ -74,39 +74,39 @@ class Average:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Give the model the average for its values, until ``hide``."""
+        """Replace the model's values by the averages, until ``hide``."""
         self._hidden = [(value, value.clone()) for _, value in self._now()]
         for averages, values in self._grouped():
             copy_all_(values, averages)
 
     @torch.no_grad()
     def hide(self) -> None:
-        """Give the model back the values that it had before ``show``."""
+        """Restore the values that the model had before ``show``."""
         for value, held in self._hidden:
             value.copy_(held)
         self._hidden = []
 
     @torch.no_grad()
     def adopt(self, buffers: Iterable[Tensor]) -> None:
-        """While shown: take these buffers of the model into the average as they are now."""
+        """Copy the present values of these buffers into the averages, while these are shown."""
         wanted = {buffer.data_ptr() for buffer in buffers}
         for name, value in self._now():
             if value.data_ptr() in wanted:
                 self._values[name].copy_(value)
 
     def install(self) -> None:
-        """Give the model the average for good, and begin anew from there."""
+        """Replace the model's values by the averages for good, and restart from them."""
         self.show()
         self._hidden = []
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew from the values that the model has now."""
+        """Restart the averages from the model's present values."""
         self.updates = 0
         self._values = {name: _wide(value) for name, value in self._now()}
 
     def resize(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Change each average by its name, as the model's tensors change their size."""
+        """Apply ``change`` to each average and its name, as the model's tensors are resized."""
         self._values = {name: change(name, value) for name, value in self._values.items()}
 
     def buffers(self) -> list[Tensor]:
@@ -115,14 +115,14 @@ class Average:
         return [v for n, v in self._values.items() if not isinstance(kinds[n], nn.Parameter)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, whole, by the names that the model has for them."""
+        """Return the averages, unsharded, by the names of the model's tensors."""
         return {
             n: full_tensor(from_local_like(value, self._at(n))) for n, value in self._values.items()
         }
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Set the averages to what ``tensors()`` gave, and ``updates`` to what it was."""
+        """Restore the averages from ``tensors()``, and ``updates``."""
         self.updates = updates
         for name, value in self._values.items():
             value.copy_(to_local(distribute_like(tensors[name], self._at(name))))
@@ -145,21 +145,21 @@ def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 
 def _wide(value: Tensor) -> Tensor:
-    """A copy of at least float32."""
+    """Return a copy, in float32 if the value has half precision."""
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return value.detach().to(torch.float32 if is_half else value.dtype, copy=True)
 
 
-_ROUNDING = 8.0  # eps of the values, below which a change says nothing
+_ROUNDING = 8.0  # eps of the values, below which a change is rounding
 
 
 class Followers:
-    """Copies that are averages of a model that is trained.
+    """Copies of a model in training that are moving averages of it.
 
     An average of log α is no decision: gates that closed late are still open in it, so that it
-    would export above the budget that the model itself meets. Whether a copy is an average is seen
-    from how its gates change: all by the same part, from 0 to 1, of the way to the model's own. A
-    copy that is trained, or that takes the model's state as it is, is left alone.
+    would export above the budget that the model itself meets. A copy is recognised as an average
+    if all its gates move by the same part, from 0 to 1, of the difference to the model's. A copy
+    that is trained, or that loads the model's state unchanged, is left alone.
 
     Other copies whose gates change, and the model itself, into which an average may be loaded, are
     registered with the budget: an export of them warns where they exceed it.
@@ -193,7 +193,7 @@ class Followers:
             self._seen[bank] = version, mine.clone()
 
     def follow(self, budget: Budget | None) -> None:
-        """Fix gates of averages as those of the model, which meet the budget, from here on."""
+        """Fix the gates of averages as those of the model, which meet the budget."""
         open_ = self._gates.open()
         for bank in self._averages:
             bank.gate = self._gates.gate
@@ -205,9 +205,9 @@ class Followers:
 
 
 def _strays(budget: Budget, fitted: Tensor, open_: Tensor) -> str:
-    """Warning of gates that exceed the budget that those of the model were fitted to.
+    """Return a warning if gates exceed the budget that the model's gates were fitted to.
 
-    Fitted gates themselves do not, whatever is predicted of them: their time was observed.
+    The fitted gates never do, whatever their predicted time: it was measured.
     """
     found = "" if torch.equal(open_, fitted) else excess_of(budget, open_)
     return found and (
@@ -221,14 +221,14 @@ def _strays(budget: Budget, fitted: Tensor, open_: Tensor) -> str:
 
 
 def excess_of(budget: Budget, open_: Tensor) -> str:
-    """Say which budgets an export with these open gates exceeds; empty if none."""
+    """Return which budgets an export with these open gates exceeds; empty if none."""
     exceeded = [bound for bound in budget.bounds if bound.actual(open_) > bound.most]
     shares = (f"{bound.actual_share(open_):.0%} for {bound.limit}" for bound in exceeded)
     return ", ".join(shares)
 
 
 def _is_average(before: Tensor, after: Tensor, model: Tensor) -> bool:
-    """Return whether all numbers moved towards the model by the same part of the way."""
+    """Return whether all values moved by the same fraction of their difference to the model."""
     way, step = (model - before).double(), (after - before).double()
     rounding = _ROUNDING * torch.finfo(after.dtype).eps * float(after.double().norm())
     if float(step.norm()) <= rounding:

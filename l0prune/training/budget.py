@@ -1,24 +1,24 @@
-"""Budgets as constraints: a multiplier for each, which rises while its budget is exceeded.
+"""Budget constraints, each with a Lagrange multiplier that rises while its budget is exceeded.
 
-With ``g(φ) = E[count]/target − 1``, by how much of its target a network with gates φ is too large,
+With ``g(φ) = E[count]/target − 1``, the relative excess of a network with gates φ over its target,
 the loss is
 
-    L(θ, φ) + Σ λᵢ·gᵢ(φ),    λᵢ ≥ 0,
+    L(θ, φ) + Σ μᵢ·gᵢ(φ),    μᵢ ≥ 0,
 
 which weights and gates descend and multipliers ascend (Gallego-Posada et al. 2022). A multiplier
-starts again at 0 once its budget is met, so that nothing pushes a network that is small enough.
+is reset to 0 once its budget is met, so that a network that is small enough shrinks no further.
 
-Gates have momentum: what pushes them until the budget is met pushes them far beyond, and those that
-are closed by then hardly come back. So a multiplier goes by what the excess will be some steps from
-now if it changes as it did since the last one: the derivative of a PID controller (Stooke et al.
-2020 have all three of its parts).
+Gates have momentum: a push that lasts until the budget is met carries them far beyond, and gates
+that are closed by then hardly reopen. So a multiplier ascends by the excess some steps ahead,
+extrapolated from its last change: the derivative term of a PID controller (Stooke et al. 2020 use
+all three terms).
 
-An excess is a share, a loss has units of its own, and either may be a thousand times the steeper
-for the gates. ``Balance`` weighs budgets by the two gradients, now and then.
+Excess and loss have different units, and the gradient of either for log α may be a thousand times
+the larger. ``Balance`` estimates the ratio of the two norms every few steps.
 
-Where widths come in multiples of eight, a layer that gates have left three maps gets eight in the
-end, and others pay for it, late and by no loss. So slots that are cut together have one log α
-between them, and one block of each axis counts as if it were sure to stay.
+Where widths are multiples of eight, a layer with three open channels is exported with eight, and
+other layers lose slots for it after training, regardless of the loss. So the slots of a block share
+one log α, and the likeliest block of each axis is counted as certain to stay open.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import blocks_for, meet, unmet
 from l0prune.selection.fitting import Movable, Widths
 
-_EVERY = 10  # steps
-_KEPT = 0.9  # of what was found before
-_ROUNDING = 1e-4  # of the budgets' gradient, below which nothing is known of the loss
-# The rate of ascent, times the steps that there are.
+_EVERY = 10  # steps between two estimates of the gradients' ratio
+_KEPT = 0.9  # weight of earlier estimates
+_ROUNDING = 1e-4  # of the budgets' gradient: a smaller gradient of the loss is rounding
+# Rate of ascent times the number of steps.
 RATE = 500.0
-# A share of the target beyond which excess counts no more.
+# Excess is clamped to this share of the target.
 _FAR = 0.1
 _LARGEST = 1e6
-# Steps that gates go on as they did: Adam's first moment (β₁ = 0.9) is a mean over about so many.
+# Steps of extrapolation: Adam's first moment (β₁ = 0.9) is a mean over about as many.
 _AHEAD = 10
 
 
@@ -69,7 +69,7 @@ class Budget:
         limits: what is limited.
         bounds: the limits on this network.
         blocks: for each axis, how many slots open and close together.
-        multipliers: λ of each, in units of the loss per share of the target.
+        multipliers: μ of each, in units of the loss per share of the target.
         done: steps done.
 
     Args:
@@ -120,8 +120,8 @@ class Budget:
         self._balance = Balance()
 
     def lagrangian(self, p: Tensor) -> Tensor:
-        """Σ λᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
-        if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
+        """Return Σ μᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
+        if self.multipliers.device != p.device:  # once: later steps transfer nothing
             self.multipliers = self.multipliers.to(p.device)
             self._shares, self._begins = self._shares.to(p.device), self._begins.to(p.device)
             if self._block_coupling is not None:
@@ -132,7 +132,7 @@ class Budget:
         return torch.dot(self.multipliers.to(p.dtype), excess)
 
     def share_of_targets(self, p: Tensor) -> Tensor:
-        """Return each budget's expected amount at open probabilities ``p``, over its target now.
+        """Return the ratio of expected amount to current target, at open probabilities ``p``.
 
         Shape: p ``(gates,)``; result ``(k,)``, of p's dtype.
         """
@@ -144,15 +144,15 @@ class Budget:
     def targets(self) -> Tensor:
         """The share of the dense amount that each budget allows at this step; shape ``(k,)``.
 
-        Each step takes the same part of what is left: cutting 40 % of a small network is as hard
-        as 40 % of a large one, and needs as long. It begins at what an export had of it when the
-        budget was made, where that is more.
+        Targets decay geometrically over the ramp: cutting 40 % of a small network is as hard as
+        40 % of a large one, and takes as long. They start at the share that an export had when the
+        budget was made, if that is larger.
         """
         passed = passed_of(self.done, self._ramp * self._steps)
         return self._begins ** (1 - passed) * self._shares**passed
 
     def observe(self, open_: Tensor) -> None:
-        """Take what an export with these open gates has, bool and flat, for what is expected.
+        """Set the excess from an export with these open gates, bool and flat, not an expectation.
 
         For runs whose gates have no gradient, before ``step``.
         """
@@ -161,7 +161,7 @@ class Budget:
     def meets(self, open_: Tensor, *, in_the_end: bool = False) -> bool:
         """Return whether an export with these open gates, bool and flat, is within the targets.
 
-        Of this step; or, ``in_the_end``, the budgets themselves.
+        The targets are those of this step; if ``in_the_end``, the budgets themselves.
         """
         targets = self._shares if in_the_end else self.targets
         return bool((self._shares_now(open_).to(targets) <= targets).all())
@@ -171,29 +171,29 @@ class Budget:
 
     @property
     def weight(self) -> float:
-        """Gradient of the gates at a multiplier of 1, relative to that of the loss."""
+        """Norm of the budgets' gradient for log α, at multipliers of 1, over that of the loss."""
         return float(self._balance.weight)
 
     def shares(self, open_: Tensor) -> dict[str, float]:
-        """Return an export's share of the dense amounts, by the limit's text."""
+        """Return an export's share of the dense amount for each limit, keyed by its text."""
         return {str(bound.limit): bound.actual_share(open_) for bound in self.bounds}
 
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
-        """Ascend: to be called between ``loss.backward()`` and the optimizer's step.
+        """Update the multipliers, between ``loss.backward()`` and the optimizer's step.
 
-        The gradient of the gates keeps its direction and gets the size that the loss alone gives
-        it. An adaptive optimizer remembers what it was before: it would else stand still while
-        multipliers are large, or once they are back at 0.
+        The gradient of the gates keeps its direction and is scaled to about the norm that the loss
+        alone gives it. Otherwise an adaptive optimizer, which remembers earlier norms, would stall
+        while multipliers are large, or once they are back at 0.
 
-        Slots that are cut in whole blocks get one log α between them, if their gates do not all
-        start alike, and the mean gradient of their block.
+        The slots of a block get one log α, and the mean gradient of the block, unless all gates
+        start equal.
 
         Args:
-            scale: by which gradients are multiplied, where a loss scaler is not yet undone.
+            scale: factor on the gradients, where a loss scaler is not yet undone.
 
         Raises:
-            UsageError: this step's loss had no part of this budget.
+            UsageError: this step's loss did not include this budget.
         """
         if self._excess is None:
             raise UsageError(
@@ -223,10 +223,10 @@ class Budget:
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
 
-        Branches stand as they were decided, unless no choice of slots meets the budget so.
+        Branches stay as they were decided, unless no choice of slots meets the budget then.
 
         Args:
-            fill: open more where there is room; else a network that is smaller may stay so.
+            fill: open more slots where there is room; else a smaller network may stay smaller.
 
         Returns:
             The amounts of the exported model, for each limit by its text.
@@ -237,8 +237,7 @@ class Budget:
         return meet(self._model, self.bounds, worth, self.blocks, fill=fill, movable=movable)
 
     def report(self, open_: Tensor) -> dict[str, dict[str, float]]:
-        """For each limit: its share of the dense count, the target now, the real share of an
-        export with these open gates, and the multiplier."""
+        """Return limit, target and actual share of the dense amount, and multiplier, by budget."""
         return {
             str(bound.limit): {
                 "limit": bound.share,
@@ -252,8 +251,7 @@ class Budget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The multipliers, the steps done, the last excess, what budgets weigh, and which slots are
-        together."""
+        """Return multipliers, steps done, balance, initial targets, last excess and blocks."""
         return {
             "multipliers": self.multipliers.cpu(),
             "done": self.done,
@@ -264,7 +262,7 @@ class Budget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
         self._before = state["excess"]
@@ -277,9 +275,9 @@ class Budget:
 
 
 class Balance:
-    """The norm of the gradient of all excess over that of the loss, for log α.
+    """Ratio of the gradient norms for log α: that of all excesses over that of the loss.
 
-    The ``weight`` is the geometric mean over the looks, late ones counting most.
+    The ``weight`` is an exponentially weighted geometric mean of the estimates.
     """
 
     def __init__(self) -> None:
@@ -287,7 +285,7 @@ class Balance:
         self._pulls: Tensor | None = None
 
     def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
-        """Every few steps, ``done`` so far: note the gradients of the budgets' excess, ``(k,)``."""
+        """Store the gradients of ``excess``, shape ``(k,)``, for log α at every tenth step."""
         if done % _EVERY == 0 and excess.requires_grad:
             pulls = (
                 torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
@@ -296,9 +294,9 @@ class Balance:
             self._pulls = torch.stack([*pulls])
 
     def weigh(self, done: int, gradient: Tensor, multipliers: Tensor) -> None:
-        """After ``look``: the weight, by the gradient for log α of loss and budgets together.
+        """Update the weight after ``look`` by the gradient of loss and budgets for log α.
 
-        Nothing waits for the device. Where one of the two is next to nothing, the weight stays.
+        No device synchronisation. If either gradient is close to zero, the weight is unchanged.
         """
         if self._pulls is None:
             return
@@ -313,16 +311,16 @@ class Balance:
 
 
 class BlockCoupling:
-    """The blocks of all axes. A block is made of slots that matter about as much.
+    """Blocks of slots that open and close together, each of slots with similar worth.
 
-    Those of one rank in axes that keep equally many slots are one block.
+    Across axes that keep equally many slots, blocks of one rank are the same block.
 
     Attributes:
-        numbers: of the block that each slot is in, shape ``(plan.size,)``.
+        numbers: index of each slot's block, shape ``(plan.size,)``.
 
     Args:
-        worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
-            where it is.
+        worth: key by which slots are sorted into blocks, shape ``(plan.size,)``. The blocks are
+            kept on the same device.
     """
 
     def __init__(self, plan: Plan, blocks: Sequence[int], worth: Tensor) -> None:
@@ -345,19 +343,19 @@ class BlockCoupling:
         self.move(worth.device)
 
     def move(self, device: torch.device) -> None:
-        """Keep the blocks there, so that no step has to bring them."""
+        """Move the blocks to this device, so that no step has to transfer them."""
         self.numbers, self._axes = self.numbers.to(device), self._axes.to(device)
         self._stays, self._sizes = self._stays.to(device), self._sizes.to(device)
 
     def mean(self, values: Tensor) -> Tensor:
-        """For each slot the mean of its block; shape ``(plan.size,)``."""
+        """Return the mean over its block for each slot; shape ``(plan.size,)``."""
         sums = torch.zeros_like(values).index_add(0, self.numbers, values)
         return sums[self.numbers] / self._sizes
 
     def least(self, p: Tensor) -> Tensor:
         """Return ``p`` with 1 for the block of each axis that is likeliest to stay open.
 
-        Axes that may close completely, and those without blocks, are as they were.
+        Axes that may close completely, and those without blocks, are unchanged.
         """
         now = p.detach()
         most = now.new_zeros(self._count).scatter_reduce(0, self._axes, now, "amax")[self._axes]
@@ -375,7 +373,7 @@ def passed_of(done: float, length: float) -> float:
 
 
 def ahead_of(excess: Tensor, before: Tensor | None) -> Tensor:
-    """Return the excess ``_AHEAD`` steps from now, if it goes on as since the last step.
+    """Extrapolate the excess by ``_AHEAD`` steps from its change since the last step.
 
     Args:
         excess: of this step.
@@ -385,11 +383,11 @@ def ahead_of(excess: Tensor, before: Tensor | None) -> Tensor:
 
 
 def ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:
-    """One step of ascent; 0 where the budget is met, or will be.
+    """Return the multipliers after one step of ascent; 0 where the excess is not positive.
 
-    A multiplier of one ``unit`` pulls at the gates as hard as the loss does. It grows in proportion
-    to itself once it is larger, since some gates resist more than others; and no faster however far
-    off the budget is, since gates need time.
+    A multiplier of one ``unit`` pulls at the gates as hard as the loss does. Larger ones grow
+    exponentially, since some gates resist more than others. The excess is clamped, since gates need
+    time however far off the budget is.
     """
     grown = multipliers + rate * excess.clamp(max=_FAR) * (unit + multipliers)
     return torch.where(excess > 0, grown.clamp(max=_LARGEST), 0.0)

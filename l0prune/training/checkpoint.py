@@ -1,4 +1,4 @@
-"""The whole state of a run in one file, from which it goes on bit by bit."""
+"""The complete state of a run in one file, from which it resumes bit by bit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from l0prune.training.settings import Settings
 NAME = "checkpoint.pt"
 _FORMAT = 4
 
-# What a run may change when it goes on after a stop: how fast it learns, at which sizes its steps
-# are computed, not what it was asked for.
+# Settings that a resumed run may change: how fast it learns and at which sizes steps are computed,
+# not its objective.
 CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast", "compact"})
-# What has no bearing on the numbers, beyond how they are rounded.
+# Settings that affect the run's numbers only by rounding.
 IRRELEVANT = frozenset({
     "device", "out", "resume", "progress", "tensorboard", "compile", "channels_last",
     "checkpointing", "distributed",
@@ -36,21 +36,21 @@ IRRELEVANT = frozenset({
 
 @dataclass
 class Checkpoint:
-    """A run between two steps.
+    """State of a run between two steps.
 
     Attributes:
-        settings: what decides the run's numbers (``fingerprint``).
+        settings: those that decide the run's numbers (``fingerprint``).
         models: digests of the weights that the run started from, and of those it left the model
-            with when it stopped: only with a model of such weights can it go on.
-        pruner: state of what is about gates, empty without any.
-        teacher: the tensors of the network that is learned from, empty without one.
+            with when it stopped: it can be resumed only with a model of such weights.
+        pruner: state of the ``GateRun``, empty without gates.
+        teacher: the tensors of the teacher network, empty without one.
         average: the moving average by name, empty without one.
         scaler: state of the loss scaler of fp16, else empty.
-        epoch: the epoch that comes next or is under way, from 0.
-        losses: (sum of task losses, sum of penalties, steps counted, seconds) of it so far.
-        rng_epoch: random generators when it began, of each process; None if it has not.
-        records: the epochs that are done.
-        before: what was measured before the first step.
+        epoch: number of the next or unfinished epoch, from 0.
+        losses: (sum of task losses, sum of penalties, steps counted, seconds) of this epoch so far.
+        rng_epoch: random generators of each process when the epoch began; None if it has not.
+        records: those of the finished epochs.
+        before: measurements before the first step.
         loss: the tensors of a loss that learns, by name, empty without one.
     """
 
@@ -73,15 +73,15 @@ class Checkpoint:
     loss: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
-        """Write it into ``folder``, whole or not at all."""
+        """Write the checkpoint atomically into ``folder``."""
         path = folder / NAME
         atomic_write(path, lambda file: torch.save({"format": _FORMAT, **vars(self)}, file))
         return path
 
     def check(self, settings: Mapping[str, str], model: str, finished: bool) -> list[str]:
-        """Refuse to go on with another run than this one; return what has changed and may, as text.
+        """Raise UsageError if another run would resume from it; return allowed changes as text.
 
-        ``settings`` are the fingerprint of the run that is to go on, ``model`` is its digest.
+        ``settings`` are the fingerprint of the run to resume, ``model`` is its model's digest.
         """
         pairs = {name: (self.settings.get(name, "?"), now) for name, now in settings.items()}
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -103,7 +103,7 @@ class Checkpoint:
 
 
 def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
-    """Return the settings that decide a run's numbers, as text; a run goes on only with these."""
+    """Return the settings that decide a run's numbers, as text; they must be equal to resume."""
     chosen = dict(settings) | {"loss": task.loss, "metric": task.metric, "data": task.name}
     found = {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
     if (loss := task.loss_module) is not None:  # whose values are in the checkpoint
@@ -113,7 +113,7 @@ def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return a text that all processes agree on: of a network a digest, of a function its name."""
+    """Return a text that is the same in all processes: networks by digest, functions by name."""
     if isinstance(value, nn.Module):
         return f"{type(value).__qualname__} {digest(snapshot(value))}"
     if isinstance(value, partial):
@@ -124,7 +124,7 @@ def _text(value: Any) -> str:
 
 
 def read(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder``, or None if there is none."""
+    """Read the checkpoint in ``folder``; None if there is none."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -147,15 +147,15 @@ def read(folder: Path) -> Checkpoint | None:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Return whether the value is of the outermost part of this type."""
+    """Return whether the value is of this type, whose type arguments are ignored."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 
 
 def snapshot(model: nn.Module, *, shares_frozen: bool = False) -> dict[str, Tensor]:
-    """A copy of ``named_tensors(model)`` on the CPU, whole where they are sharded.
+    """Return a copy of ``named_tensors(model)`` on the CPU, unsharded.
 
-    With ``shares_frozen`` parameters that do not learn are the model's own, and no copies.
+    With ``shares_frozen``, frozen parameters are the model's tensors themselves, not copies.
     """
     return {
         name: value.detach()
@@ -166,7 +166,7 @@ def snapshot(model: nn.Module, *, shares_frozen: bool = False) -> dict[str, Tens
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A fingerprint of these tensors and their names."""
+    """Return a hash of these tensors and their names."""
     result = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -176,7 +176,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set a model's tensors in place to what ``snapshot`` took."""
+    """Restore a model's tensors in place from a ``snapshot``."""
     own = dict(named_tensors(model))
     shapes = {name: tuple(value.shape) for name, value in own.items()}
     if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:

@@ -1,4 +1,4 @@
-"""Training at the size that the gates leave: cut in place, and whole again in the end."""
+"""Training at reduced size: closed slots are cut in place, and restored in the end."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def watched(root: nn.Module) -> str:
-    """Why hooks forbid a cut; else empty.
+    """Return why hooks forbid a cut; else an empty string.
 
-    The model's own outputs stay as they are, but not what is within. A module of a branch that is
-    gone is not called at all.
+    A cut keeps the model's outputs, but not its inner values. A module of a removed branch is not
+    called at all.
     """
     for path, module in root.named_modules():
         hooks = (hook for each in _HOOKS for hook in getattr(module, each, {}).values())
@@ -61,15 +61,14 @@ def watched(root: nn.Module) -> str:
 
 
 def _is_users(hook: Any) -> bool:
-    """weight_norm and the like, and fake quantization, are part of what the model computes; shards
-    are taken off before a cut."""
+    """Return whether a hook is the user's, not one of torch.nn, fake quantization or FSDP."""
     made_by = getattr(hook, "__module__", None) or type(hook).__module__
     return not str(made_by).startswith(_NOT_USERS)
 
 
-_LESS = 0.9  # of the MACs: so few are to be left by another cut
-# By device, steps of the whole network that pass while the host proves a cut: on a CPU a step takes
-# so much longer that any cut pays.
+_LESS = 0.9  # of the present MACs, at most, are left by another cut
+# Duration of a cut's proof on the host in steps of the whole network, by device: on a CPU a step
+# takes so much longer that any cut pays.
 _WAITED = {"cpu": 0}
 _ELSEWHERE = 20
 
@@ -82,11 +81,11 @@ class Compaction:
 
     Attributes:
         cut: what was cut; None while the model is whole.
-        share: of the whole model's MACs, those that the model has now.
-        average: that follows, if there is one.
-        let_go: called before the sizes change: whoever holds on to tensors as they are drops them.
-        take_off: called before anything is cut or made whole: leaves the model plain. None where
-            nobody knows how to, and what is around the model stays.
+        share: the model's MACs now, as a share of the whole model's.
+        average: moving average that is resized with the model, if there is one.
+        let_go: called before the sizes change, to drop references to the present tensors.
+        take_off: called before a cut or its undoing, to unwrap the model. None where it cannot be
+            unwrapped: wrappers stay then.
 
     Args:
         own_loop: the loop is the user's.
@@ -96,7 +95,7 @@ class Compaction:
         self._own_loop = own_loop
         self.take_off: Callable[[], None] | None = None
         self._root, self._gates = holder(model)
-        # What is around it may use its layers, or hold its tensors under names of its own.
+        # The enclosing module may use its layers, or hold its tensors under other names.
         self._is_part = self._root is not model and not own_loop
         self._is_joined = holds_ddp(model)
         self.cut: Cut | None = None
@@ -105,18 +104,17 @@ class Compaction:
         self.average: Average | None = None
         self.let_go: Callable[[], None] = _nothing
         self._closed: Tensor | None = None
-        self._goes_around, self._graph = True, Graph()  # branches that are gone
+        self._goes_around, self._graph = True, Graph()  # around removed branches
         self._hooks: list[Any] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers that follow, held weakly: the loop may let go of them."""
+        """Optimizers whose states are cut with the model, held weakly: the loop may drop them."""
         return [found for each in self._following if (found := each()) is not None]
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """From here on the states of these optimizers follow, too, and what they save is of the
-        whole. Others that followed before may step again, as long as the loop has them."""
+        """Cut these optimizers' states with the model, too, and save them whole, from now on."""
         known = self.optimizers
         new = [each for each in map(bare, optimizers) if each not in known]
         if not new:
@@ -127,12 +125,12 @@ class Compaction:
             self._hook()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, which nobody trains yet."""
+        """Return the state for a copy, without optimizers and average."""
         none: dict[str, Any] = {"_following": [], "average": None, "_loaded": {}}
         return {**self.__dict__, **none, "let_go": _nothing, "_graph": Graph()}
 
     def hindrance(self) -> str:
-        """Why the model could not be cut, as far as that is known beforehand; else empty."""
+        """Return why the model cannot be cut, if that is known beforehand; else an empty string."""
         if self._is_sharded and self.take_off is None:
             return (
                 "its weights are in shards (FSDP); Pruner(model, wrap=…) makes shards of what is "
@@ -162,7 +160,7 @@ class Compaction:
         If a loop ``resumes``, its optimizers are not known yet.
 
         Raises:
-            L0pruneError: it cannot be cut so, or an optimizer could not follow; it is whole then.
+            L0pruneError: the model, or an optimizer's state, cannot be cut so; it is whole then.
         """
         if kept is None:
             kept = self._left(self._gates.open())
@@ -174,7 +172,7 @@ class Compaction:
                 with_zeros = with_all_branches(self._gates.plan, kept)
                 if torch.equal(with_zeros, kept):
                     raise
-                # There is no way around branches that are gone: from here on they stay, as zeros.
+                # Removed branches cannot be bypassed: from here on they stay, as zeros.
                 self._goes_around = False
                 self._cut_to(with_zeros, resumes)
 
@@ -210,9 +208,9 @@ class Compaction:
             self.take_off()
 
     def _check_runs(self) -> None:
-        """Raise UsageError if the model, cut past its branches, does not take its example.
+        """Raise UsageError if the model without its removed branches fails on its example.
 
-        The proof is of the class without gates; these may act where nothing is left.
+        The proof is of the class without gates, which may act where no slots are left.
         """
         device = device_of(self._root)
         to_device = partial(pytree.tree_map_only, Tensor, lambda x: x.to(device))
@@ -226,7 +224,7 @@ class Compaction:
             ) from error
 
     def _left(self, open_: Tensor) -> Tensor:
-        """The slots that can be cut down to in place."""
+        """Return the slots that a cut in place leaves."""
         plan = self._gates.plan
         kept = plan.kept(open_)
         return kept if self._goes_around else with_all_branches(plan, kept)
@@ -236,11 +234,11 @@ class Compaction:
         return cost.amount(kept.double(), "macs") / max(cost.dense("macs"), 1)
 
     def look(self, steps_left: int, *, begins: bool = False) -> None:
-        """Cut what was closed for good at the last look and is so still, where it saves enough.
+        """Cut slots that are closed for good at two looks in a row, if that saves enough.
 
-        What a cut costs has to be won back in the ``steps_left``. If the run ``begins``, what is
-        closed never was open in a step. A slot that is cut and whose gate has opened since, by a
-        prior or the user's own hand, is there again.
+        The cost of a cut has to be saved within ``steps_left``. If the run ``begins``, one look is
+        enough, since no step had these slots open. A cut slot whose gate has opened since, by a
+        prior or by the user, is restored.
         """
         closed = self._gates.closed_for_good().cpu()
         before, self._closed = closed if begins else self._closed, closed
@@ -251,19 +249,19 @@ class Compaction:
             self.begin(kept)
 
     def _pays(self, kept: Tensor, steps_left: int) -> bool:
-        """Return whether so few slots save more than another cut costs."""
+        """Return whether a cut to these slots saves more than it costs."""
         share = self._share_of(kept)
         cost = _WAITED.get(device_of(self._root).type, _ELSEWHERE)
         return share <= _LESS * self.share and (self.share - share) * steps_left >= cost
 
     def _lacks(self, open_: Tensor) -> bool:
-        """Return whether slots of these open gates are cut."""
+        """Return whether any slot with an open gate is cut."""
         return self.cut is not None and bool((self._left(open_) & ~self.cut.kept).any())
 
     def end(self, rest: States | None = None) -> None:
-        """Make the model whole: what was cut has its last values, and its gates are closed.
+        """Make the model whole: cut slots get their last values, and their gates are closed.
 
-        ``rest`` are states of the optimizers, by the parameter's id, that hold what was cut off.
+        ``rest`` are whole states of the optimizers, by the parameter's id, with the cut-off slots.
         """
         if self.cut is None:
             return
@@ -279,20 +277,19 @@ class Compaction:
             self.average.resize(cut.in_whole)
 
     def in_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the model, by name, as they are once it is whole."""
+        """Expand tensors of the model, by name, to those of the whole model."""
         cut = self.cut
         if cut is None:
             return dict(tensors)
         return {n: cut.in_whole(n, t) for n, t in tensors.items() if n not in cut.gained}
 
     def state_dict(self) -> dict[str, Any]:
-        """``kept``, the slots that are left, None while the model is whole; what the last look
-        saw; and whether there may be a way around branches that are gone."""
+        """Return kept slots (None if whole), closed slots, and whether branches may be bypassed."""
         kept = None if self.cut is None else self.cut.kept
         return {"kept": kept, "closed": self._closed, "goes_around": self._goes_around}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut the model, which has the tensors of the whole one, as it was then."""
+        """Cut the model, which has whole tensors, as it was cut when the state was saved."""
         kept, self._closed = state["kept"], state["closed"]
         self._goes_around = state["goes_around"]
         now = None if self.cut is None else self.cut.kept
@@ -300,12 +297,12 @@ class Compaction:
             return
         self.end(self._loaded)
         self._loaded = {}
-        # Nobody knows yet which optimizers hold shards: these are cut at the next look.
+        # The optimizers that hold shards are not known yet: they are cut at the next look.
         if kept is not None and not self.hindrance() and not self._is_sharded:
             self.begin(kept, resumes=True)
 
     def _hook(self) -> None:
-        """Let what is saved be of the whole model, and what is loaded."""
+        """Register hooks that save and load the state of the whole model."""
         self._unhook()
         self._hooks = [
             # torch marks a hook with an attribute, which a method cannot have
@@ -337,7 +334,7 @@ class Compaction:
                 state[name] = self.cut.in_whole(path, value) if is_tensor else value
 
     def _check_plain(self) -> None:
-        """Raise UsageError where the whole would have to be put together of shards."""
+        """Raise UsageError if the weights are sharded: the whole state cannot be assembled."""
         if self._is_sharded:
             raise UsageError(
                 "this network is cut and in shards, and its states are not those of the whole: "
@@ -346,7 +343,7 @@ class Compaction:
             )
 
     def _opens(self, log_alpha: Any) -> bool:
-        """Return whether gates that are loaded need slots that are cut."""
+        """Return whether loaded gates open slots that are cut."""
         own = self._gates.log_alpha
         if not isinstance(log_alpha, Tensor) or log_alpha.shape != own.shape:
             return False
@@ -359,7 +356,7 @@ class Compaction:
             return
         self._check_plain()
         if self._opens(state.get(f"{prefix}{CHILD}.log_alpha")):
-            hooks, self._hooks = self._hooks, []  # torch goes through them now: they stay for once
+            hooks, self._hooks = self._hooks, []  # torch iterates over them: do not remove them
             self.end()
             self._hooks = hooks
             return
@@ -383,24 +380,24 @@ class Compaction:
 
 
 class CompactionPolicy:
-    """Cuts a run's model when its setting says so; where that fails, says why, and never again."""
+    """Schedule of cuts by the setting ``compact``; a failure is reported and ends all cuts."""
 
     def __init__(self, compaction: Compaction, when: Compact, say: Callable[[str], None]) -> None:
         self._compaction, self._when, self._say = compaction, when, say
         self._has_failed = False
 
     def look_ahead(self, hindrance: str) -> None:
-        """Say before the first step if a hindrance is known."""
+        """Report a known hindrance before the first step, and cut nothing then."""
         if hindrance and self._when != "never":
             self._keep_whole(hindrance)
 
     def to_what_stands(self) -> None:
-        """From the step on at which all gates stand."""
+        """Cut to the open slots once all gates are fixed."""
         if self._when != "never":
             self._attempt(self._compaction.begin)
 
     def to_what_is_open(self, steps_left: int, *, begins: bool = False) -> None:
-        """While gates learn: what was closed for long enough goes, or before they begin to."""
+        """Cut slots that were closed for long enough, while gates learn or before they begin to."""
         if self._when == "auto":
             self._attempt(partial(self._compaction.look, steps_left, begins=begins))
 
@@ -409,7 +406,7 @@ class CompactionPolicy:
         return {**self._compaction.state_dict(), "failed": self._has_failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Be cut as a run was that goes on."""
+        """Restore the cut of the run that is resumed."""
         self._has_failed = state["failed"]
         if self._has_failed:
             self.stop()
@@ -428,7 +425,7 @@ class CompactionPolicy:
             self.fail(str(error))
 
     def fail(self, reason: str) -> None:
-        """The model cannot be cut after all: nothing is, from here on, also after a stop."""
+        """Report that the model cannot be cut, and cut nothing from now on, also if resumed."""
         self._has_failed = True
         self._keep_whole(reason)
 
@@ -438,7 +435,7 @@ class CompactionPolicy:
 
 
 def _nothing() -> None:
-    """Hold on to nothing."""
+    """Do nothing: the default of ``let_go``."""
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.gate_settings import GATES
 from l0prune.training.settings import Settings
 
-# By so much of the model's loss a teacher's may be larger.
+# Part of the model's loss by which the teacher's may be larger.
 _WORSE = 0.1
 
 
 class Teacher:
-    """A frozen network in eval mode, whose answers the model is to give, too.
+    """A frozen network in eval mode, whose outputs the model learns to reproduce.
 
     The loss that is learned from is ``(1 − a)·task + a·(T²·KL(teacher ‖ model) + features)``: the
     scores of both softened by the temperature T (Hinton, Vinyals & Dean 2015), where the outputs
@@ -52,9 +52,9 @@ class Teacher:
 
     @staticmethod
     def of(model: nn.Module, settings: Settings, origin: nn.Module | None = None) -> Teacher | None:
-        """The teacher that the settings ask for: their own, or the model without its gates.
+        """Return the teacher by the settings: a given network, or the model without its gates.
 
-        ``origin`` is the model in one piece, where ``model`` itself is in shards.
+        ``origin`` is the unsharded model, if ``model`` is sharded.
         """
         if not settings.distill:
             return None
@@ -102,13 +102,13 @@ class Teacher:
 
     @property
     def needs_whole(self) -> str:
-        """Reason why the model has to keep its size while it learns from this one, if any."""
+        """Reason why the model cannot be cut while it learns from this teacher; else empty."""
         if self._is_itself:
             return "without its gates it is its own teacher. l0prune.with_pseudo_labels needs none"
         return "match compares what its modules give with what the teacher's do" * bool(self._match)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
-        """The loss to learn from, given the task's and what the model made of ``inputs``."""
+        """Return the task's loss mixed with distillation, by the model's outputs for ``inputs``."""
         learned, taught = self._features
         with self._asked():
             answers = call(self._network, inputs)
@@ -133,19 +133,19 @@ class Teacher:
         return snapshot(self._network) if self._own and not self._is_itself else {}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Become the teacher that a run began with."""
+        """Restore the tensors of the teacher that the run began with."""
         if self._own and not self._is_itself:
             put_back(self._network, tensors)
 
     def close(self) -> None:
-        """Leave no hooks behind, and the teacher as it was found."""
+        """Remove all hooks, and restore the teacher's device, modes and ``requires_grad``."""
         for outputs in self._features:
             outputs.close()
         self._before.close()
 
 
 def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) -> Tensor:
-    """T²·KL between softened class probabilities, the mean over all examples and places.
+    """Return T²·KL between softened class probabilities, the mean over examples and positions.
 
     Args:
         mine, theirs: of one shape.
@@ -169,7 +169,7 @@ def _answer(outputs: Any) -> Tensor:
 def taught(
     model: nn.Module, settings: Settings, origin: nn.Module | None = None
 ) -> Iterator[Teacher | None]:
-    """Within the context there is the teacher that the settings ask for (see ``Teacher.of``)."""
+    """Provide the teacher by the settings within the context; see ``Teacher.of``."""
     teacher = Teacher.of(model, settings, origin)
     try:
         yield teacher
@@ -194,7 +194,7 @@ class _Outputs:
         return hook
 
     def take(self) -> list[Tensor]:
-        """The outputs, which are then forgotten."""
+        """Return the outputs and drop them."""
         found = self._found
         self.forget()
         for name in self._names:
@@ -206,7 +206,7 @@ class _Outputs:
         return [found[name] for name in self._names]
 
     def forget(self) -> None:
-        """Drop what was kept."""
+        """Drop the stored outputs."""
         self._found = {}
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ def _matching(model: nn.Module, match: str | Sequence[str]) -> list[str]:
 
 
 def _dense(model: nn.Module) -> nn.Module:
-    """A copy of the model with the weights that it has now, without gates if it has some."""
+    """Return a copy of the model with its present weights, without gates."""
     try:
         twin = copied(model)
     except UsageError as error:
@@ -237,7 +237,7 @@ def _dense(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _frozen(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the context the network is on ``device``, in eval mode, and learns nothing."""
+    """Keep the network on ``device``, in eval mode and frozen, within the context."""
     learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
     try:
         with modes_kept(network), on_device(network, device):

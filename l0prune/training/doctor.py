@@ -1,4 +1,4 @@
-"""Diagnoses of gates that do not learn or close as they should, with causes and ways on."""
+"""Diagnoses of gates that do not learn or close as they should, with causes and remedies."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
 
 Complaint = tuple[str, str]
-"""What it is about, of which we complain once, and the text."""
+"""Subject, which is reported once in a run, and text."""
 _Held: TypeAlias = tuple[Optimizer, dict[str, Any]]
 
-# Gates that moved less than this part of their way to being closed have not moved, …
+# Gates are stuck that moved less than this part of the distance to where they close.
 _STUCK = 0.1
-# … which can be said after this part of the steps in which they learn.
+# The part of the learning steps after which this is checked.
 _TIME_TO_MOVE = 0.5
-# P(z ≠ 0) of a gate that has not decided when learning ends.
+# Range of P(z ≠ 0) of a gate that is undecided when learning ends.
 _UNDECIDED = (0.1, 0.9)
-# The share of the dense count by which expected and real ones may differ then.
+# Allowed difference of expected and actual counts then, as a share of the dense count.
 _APART = 0.1
-# So many open slots are expected of an axis that is about to die.
+# An axis is about to lose all slots if fewer open ones are expected.
 _DYING = 1.5
 # Budgets may pull this many times as hard as the loss does.
 _RUNAWAY = 1e4
-# The task's loss may grow by this, or by what it was at first if that is more.
+# Allowed growth of the task's loss; its first value, if that is larger.
 _GROWTH = 0.5
 # The part of the training's seconds that compiling may take.
 _COMPILING = 0.1
@@ -49,9 +49,9 @@ _SLOWER = frozenset({"overwhelmed"})
 
 
 class Doctor:
-    """Watches the gates of one run, and complains of each thing once.
+    """Monitor of the gates of one run, which reports each problem once.
 
-    No complaint takes back what an earlier one advised: what was seen first is the cause.
+    No complaint contradicts the advice of an earlier one: the problem seen first is the cause.
     """
 
     def __init__(self, terms: GateTerms, phases: Phases) -> None:
@@ -67,7 +67,7 @@ class Doctor:
         self._steppers: list[ref[Optimizer]] = []
 
     def go_on_from(self, records: Sequence[Record]) -> None:
-        """Know what was measured before a stop; what was said is in the state."""
+        """Restore the losses measured before a stop; past complaints are in the state."""
         self._losses = [float(record["train_loss"]) for record in records]
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Doctor:
         return {"start": self._start, "said": sorted(self._said)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Know what was so before a stop."""
+        """Restore the state from ``state_dict``."""
         self._start, self._said = state["start"], set(state["said"])
 
     def before(self, optimizers: Sequence[Optimizer], *, is_taken: bool = False) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Doctor:
     def after(self, record: Record) -> dict[str, str]:
         """Return new complaints after an epoch, while the model is as it was measured.
 
-        Without ``train_loss`` in the record nothing is said of it.
+        Without ``train_loss`` in the record the loss is not checked.
         """
         if "train_loss" in record:
             self._losses.append(float(record["train_loss"]))
@@ -110,7 +110,7 @@ class Doctor:
             yield from self._stuck()
         yield from self._dying(record)
         yield from self._overwhelmed()
-        is_last = next_steps > all_steps  # what comes next is measured while settling, or never
+        is_last = next_steps > all_steps  # the next record is of settling, or there is none
         if is_last:
             yield from self._runs_away(record)
             yield from self._undecided(record)
@@ -127,7 +127,7 @@ class Doctor:
         return new
 
     def _held(self) -> list[_Held]:
-        """The optimizers that hold the gates, each with the group that they are in."""
+        """Return the optimizers that hold the gates, each with the gates' parameter group."""
         known = (optimizer for each in self._steppers if (optimizer := each()) is not None)
         return [
             (optimizer, group)
@@ -137,7 +137,7 @@ class Doctor:
         ]
 
     def _overwritten(self) -> str:
-        """Return the complaint of gates that learn at another rate than theirs; else empty."""
+        """Return the complaint if something has lowered the gates' rate; else an empty string."""
         rates = [float(group["lr"]) for _, group in self._held()]
         if not rates or max(rates) >= self._rate:
             return ""
@@ -210,7 +210,7 @@ class Doctor:
         if self._way and moved < _STUCK * self._way:
             cause = self._overwritten()
             if cause and "out of reach" in self._said:
-                return  # the same, once more
+                return  # the same cause was reported before
             advice = f"Give a larger gate_lr (now {self._rate:g}), or more epochs"
             yield (
                 "stuck",
@@ -219,7 +219,7 @@ class Doctor:
             )
 
     def _nothing_closes(self, is_last: bool) -> Iterator[Complaint]:
-        """Say that λ is too small, unless gates are still on their way to being closed."""
+        """Complain that λ is too small, unless gates may still close."""
         if self._terms.budget is not None or self._said & {"undecided", "stuck", "out of reach"}:
             return
         all_open = bool((_values(self._gates.log_alpha) > self._threshold).all())
@@ -239,7 +239,7 @@ class Doctor:
         for number, axis in enumerate(plan.axes):
             expected = float(p[axis.slice].sum())
             if unneeded[axis.slice].all() or number in plan.closing or axis.kind == BITS:
-                continue  # with its branch; bits have others left
+                continue  # its branch closes with it, or it may close; other bits are left
             if axis.size > _DYING and (axis.name in record["dead"] or expected < _DYING):
                 yield (
                     f"dying: {axis.name}",
@@ -257,7 +257,7 @@ class Doctor:
         found = amounts(record)
         if "nothing closes" in self._said:
             return  # a larger λ was advised: slow steps are another cause
-        # Not those of a budget alone: a time goes in steps, and differs from what is expected.
+        # Not measures of budgets: times are step functions, and differ from their expectation.
         for kind in ALWAYS:
             of = found[kind.name]
             if abs(of.expected - of.actual) > _APART * of.dense:
@@ -282,7 +282,7 @@ class Doctor:
                 )
 
     def _overwhelmed(self) -> Iterator[Complaint]:
-        """Complain if the task's loss grows beside the penalty."""
+        """Complain if the task's loss has grown and still grows."""
         if not self._losses:
             return
         first, last = self._losses[0], self._losses[-1]
@@ -297,7 +297,7 @@ class Doctor:
 
 
 def closes_below(gate: Gate) -> float:
-    """The log α at and below which a gate is closed in eval mode, by bisection."""
+    """Return the largest log α at which a gate is closed in eval mode, by bisection."""
     low, high = -1e4, 1e4
     for _ in range(60):
         middle = (low + high) / 2
@@ -307,7 +307,7 @@ def closes_below(gate: Gate) -> float:
 
 
 def _longest_step(group: dict[str, Any], steps: int) -> float:
-    """Return a bound on the first so many steps of Adam with this group's betas, in learning rates.
+    """Return a bound on the first ``steps`` updates of Adam with these betas, in learning rates.
 
     Steps are longer than the rate where gradients grow, as those of a penalty in its warm-up. By
     Cauchy and Schwarz (Σ β₁ᵏg)² ≤ Σ (β₁²/β₂)ᵏ · Σ β₂ᵏg².
@@ -325,7 +325,7 @@ def _values(log_alpha: Tensor) -> Tensor:
 
 
 def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str]:
-    """Complain of a run in which compiling took a large part of the time, if it did.
+    """Complain if compiling took a large part of the training time.
 
     ``seconds`` are those of each compilation, ``training`` those of all steps.
     """
@@ -342,7 +342,7 @@ def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str
 def diverged(
     what: str, where: str, settings: Settings, epochs_done: int, *, gated: bool
 ) -> TrainingError:
-    """The error for a loss or weight that is no number, with its usual causes and the way on."""
+    """Return the error for a loss or weight that is nan or inf, with usual causes and remedies."""
     rate = "by the steps" if settings.gate_lr is None else f"{settings.gate_lr:g}"
     if settings.learn == GATES:
         causes, ways = (

@@ -1,7 +1,7 @@
 """Penalties on single weights: the operators of the penalties on slots, for groups of one.
 
-They act on each parameter of two or more dims that learns. Files stay dense: zeros are in them,
-except that a slot is closed, and cut, when all weights that its gates multiply are zero.
+They act on each parameter of two or more dims that learns. Files store the zeros, except that a
+slot is closed, and cut, when all weights that its gates multiply are zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def penalty_of(
     phases: Phases,
     budget: Budget | None,
 ) -> GroupPenalty | ElementPenalty | None:
-    """The penalty that the settings name, for one run."""
+    """Return the penalty that the settings name, for one run; None without."""
     if settings.penalty is None:
         return None
     if settings.elements is not None:
@@ -48,11 +48,11 @@ def penalty_of(
 
 
 class ElementPenalty:
-    """The penalty of one run on single weights; see ``GroupPenalty`` for its methods.
+    """Penalty on single weights, for one run; see ``GroupPenalty`` for its methods.
 
-    Where a share of the weights is asked for, the target sinks to it as that of a budget does, and
-    λ is a multiplier that rises while more are not zero. Those that the share would keep, by their
-    sizes beside the root mean square of their parameter, are left alone.
+    If a share of the weights is asked for, the target sinks to it as that of a budget does, with a
+    multiplier μ that rises while more are non-zero. Weights that the share would keep, by their
+    sizes relative to the root mean square of their parameter, are not shrunk.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ElementPenalty:
         stand(gates)
 
     def _weights(self) -> list[nn.Parameter]:
-        """The parameters that it is about, as they are now."""
+        """Return the parameters that are penalised, at the model's present size."""
         found = {id(p): p for p in weights_of(self._root).values()}
         weights = [p for p in found.values() if p.requires_grad and p.dim() > 1]
         if any(map(is_sharded, weights)):
@@ -109,13 +109,13 @@ class ElementPenalty:
         return max(1, round(share * self._total))
 
     def _sizes(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """|w| beside what is usual of its parameter, float32."""
+        """Return |w| relative to the usual size in its parameter, float32."""
         pairs = zip(weights, self._scales, strict=True)
         return [weight.detach().abs().float() / scale for weight, scale in pairs]
 
     @torch.no_grad()
     def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """Before the optimizer's step: note what is zero for good; let the loss reach its part."""
+        """Before the optimizer's step, store which weights stay zero, or mask gradients."""
         weights = self._weights()
         if number >= self._phases.learning:
             self._zeros = [weight == 0 for weight in weights]
@@ -129,7 +129,7 @@ class ElementPenalty:
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """After the optimizer's step of this number: shrink weights, or keep zeros."""
+        """Shrink weights, or keep zeros, after the optimizer's step ``number``."""
         weights = self._weights()
         if number >= self._phases.learning:
             for weight, zero in zip(weights, self._zeros or (), strict=True):
@@ -145,7 +145,7 @@ class ElementPenalty:
         self._zeros = [weight == 0 for weight in weights]
 
     def _shrink(self, number: int, weights: Sequence[nn.Parameter], metric: Metric) -> None:
-        """The kind's operator, with the stiffness that the optimizer has for each weight."""
+        """Apply the kind's operator, with each weight's stiffness under the optimizer."""
         pull = self._pull(number, weights)
         if metric.is_still or (pull == 0 and self._share < 1 and self._lam == 0):
             return
@@ -164,7 +164,7 @@ class ElementPenalty:
             weight.mul_(ratio.to(weight.dtype))
 
     def _spared(self, size: Tensor, bound: Tensor | None) -> Tensor:
-        """The weights of a parameter to leave alone: those that the share keeps, or the kind."""
+        """Return which weights of a parameter the share, or the kind, keeps from shrinking."""
         if bound is None:
             share = getattr(self._kind, "spares", None)
             if share is None:
@@ -173,7 +173,7 @@ class ElementPenalty:
         return size >= bound
 
     def _pull(self, number: int, weights: Sequence[Tensor]) -> float:
-        """The factor of λ at this step; or, after an ascent, the multiplier of the share."""
+        """Return the factor of λ at this step; with a share its μ, after an ascent."""
         if self._share == 1:
             return self._phases.factor(number)
         excess = torch.tensor([self._nonzero(weights) / self._count(number) - 1])
@@ -182,7 +182,7 @@ class ElementPenalty:
         return float(self._multiplier)
 
     def _keep(self, weights: Sequence[nn.Parameter], count: int) -> None:
-        """Leave so many weights, the largest; the others are zero."""
+        """Keep the ``count`` largest weights, and set the others to zero."""
         sizes = self._sizes(weights)
         bound = _largest(sizes, count)
         for weight, size in zip(weights, sizes, strict=True):
@@ -194,9 +194,9 @@ class ElementPenalty:
 
     @torch.no_grad()
     def rank(self) -> str:
-        """Before the weights settle: meet the share, and close slots that have only zeros.
+        """Meet the share, and close slots that have only zeros, before the weights settle.
 
-        Returns what there is to say.
+        Returns a message.
         """
         weights = self._weights()
         for weight, zero in zip(weights, self._zeros or (), strict=self._zeros is not None):
@@ -210,7 +210,7 @@ class ElementPenalty:
         return f"{share}.{slots} Files stay dense: the zeros of the slots that stay are in them"
 
     def _close_dead(self) -> int:
-        """Close slots that multiply zeros alone, and make what wrote them zero; how many."""
+        """Close slots whose gates multiply only zeros, zero their weights, and return how many."""
         gates, groups = self._gates, Groups(self._root, self._gates)
         before = int(gates.open().sum())
         while bool((dead := self._dead(groups)).any()):
@@ -219,7 +219,7 @@ class ElementPenalty:
         return before - int(gates.open().sum())
 
     def _dead(self, groups: Groups) -> Tensor:
-        """Open slots whose gates multiply zeros alone, but one of an axis that is needed."""
+        """Return open slots whose gates multiply only zeros; axes that must stay keep one."""
         read = groups.added([(part.parameter != 0).float() * part.is_read for part in groups.parts])
         open_ = self._gates.open()
         dead = open_ & groups.usable & (read == 0)
@@ -234,7 +234,7 @@ class ElementPenalty:
         return {"nonzero": self._nonzero(self._weights())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Usual sizes, the multiplier, and what is zero."""
+        """Return usual sizes, multiplier, last excess and zeros."""
         return {
             "scales": self._scales,
             "multiplier": self._multiplier,
@@ -243,7 +243,7 @@ class ElementPenalty:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         self._scales, self._before = state["scales"], state["before"]
         self._multiplier = state["multiplier"]
         zeros, weights = state["zeros"], self._weights()
@@ -252,6 +252,6 @@ class ElementPenalty:
 
 
 def _largest(values: Sequence[Tensor], count: int) -> Tensor:
-    """The number of this rank from the top, over all tensors."""
+    """Return the ``count``-th largest value over all tensors."""
     flat = torch.cat([value.flatten() for value in values])
     return flat.kthvalue(max(1, len(flat) - count + 1)).values

@@ -111,7 +111,7 @@ def _run(model: nn.Module, example: Inputs) -> tuple[Tensor, Counter[str]]:
 
 
 def _called_once(place: Place, calls: Counter[str]) -> Place:
-    """Return the place with those of its modules that are called, and once."""
+    """Return the place with those of its modules that are called exactly once."""
     return replace(place, paths=tuple(path for path in place.paths if calls[path] == 1))
 
 
@@ -136,7 +136,7 @@ def _chosen(model: nn.Module, found: Sequence[Place], at: int | Globs) -> list[P
 
 
 def _spread(found: Sequence[Place], count: int) -> list[Place]:
-    """Return so many ends of blocks, at equal steps of the MACs; ends of stages where possible.
+    """Return ``count`` ends of blocks at equal steps of the MACs; ends of stages if possible.
 
     A stage ends where the value of the next end of a block has another shape.
     """
@@ -154,7 +154,7 @@ def _spread(found: Sequence[Place], count: int) -> list[Place]:
     left = left if len(left) >= count else early
     chosen = []
     for number in range(1, count + 1):
-        ends = left[: len(left) - (count - number)]  # those after it need one each
+        ends = left[: len(left) - (count - number)]  # later exits need one each
         best = min(ends, key=lambda place: abs(place.share - number / (count + 1)))
         chosen.append(best)
         left = left[left.index(best) + 1 :]
@@ -185,7 +185,7 @@ def _one_each(weights: float | Sequence[float], count: int) -> list[float]:
 
 
 def _check_heads(network: ExitNetwork, example: Inputs, answer: Tensor) -> None:
-    """Raise UsageError where a head does not take the value there, or answers in another shape."""
+    """Raise UsageError if a head fails on its input, or gives an output of another shape."""
     try:
         with evaluating(network):
             exits = call(network, example).exits
@@ -222,7 +222,7 @@ class ExitLoss(nn.Module):
         self.temperature = network.temperature
 
     def forward(self, outputs: ExitOutputs, targets: Any) -> Tensor:
-        """Return the scalar."""
+        """Return the loss, a scalar."""
         total = self.loss(outputs.logits, targets)
         for weight, answer in zip(self.weights, outputs.exits, strict=True):
             own = (1 - self.distill) * self.loss(answer, targets)
@@ -233,7 +233,7 @@ class ExitLoss(nn.Module):
 
 
 def with_exit_loss(task: Task, model: nn.Module) -> Task:
-    """Return the task, learned by all exits where the model has some; reported on is the last."""
+    """Return the task with the loss of all exits, if the model has any; metrics are the last's."""
     network = inside(model)
     if not isinstance(network, ExitNetwork):
         return task

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from l0prune.errors import UsageError, warn_renamed
 from l0prune.plan.numbers import LARGEST, MOST
 
-# Spellings of before, which are accepted with a DeprecationWarning.
+# Former names, which are accepted with a DeprecationWarning.
 RENAMED = {"at_once": "oneshot_fraction", "decide": "branch_freeze_fraction"}
 
 _WORDS = {
@@ -54,7 +54,7 @@ def types(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def documentation(model: type[BaseModel]) -> str:
-    """The model's docstring with its fields as a section ``Attributes``."""
+    """Return the model's docstring with its fields as a section ``Attributes``."""
     parts = [inspect.cleandoc(model.__doc__ or ""), "", "Attributes:"]
     for name, field in model.model_fields.items():
         text = f"{name}: {field.description}"
@@ -86,7 +86,7 @@ def _wrong(name: str, field: FieldInfo, value: Any) -> str:
 
 
 def _choices(field: FieldInfo) -> list[Any]:
-    """The values that a field with few of them may have."""
+    """Return the allowed values of a field with literals; else an empty list."""
     kinds = types(field)
     choices = [choice for k in kinds if get_origin(k) is Literal for choice in get_args(k)]
     return [None, *choices] if choices and NoneType in kinds else choices
@@ -106,7 +106,7 @@ def _word(kind: Any) -> str | None:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """The limits of a number."""
+    """Describe the bounds of a numeric field."""
     limits = {
         name: getattr(rule, name)
         for rule in field.metadata
@@ -127,14 +127,14 @@ def _bounded(**bounds: Any) -> Callable[[Any, str], Any]:
     return lambda default, text: Field(default, description=text, **bounds)
 
 
-# Declare a number of this kind, by its default and its description.
+# Functions that declare a numeric field by its default and its description.
 amount = _bounded(ge=0, le=LARGEST)
 share = _bounded(ge=0, le=1)
 count = _bounded(ge=1, le=MOST)
 
 
 def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their names of today; a renamed one is deprecated."""
+    """Return settings by their current names; a former name gives a DeprecationWarning."""
     found = {}
     for name, value in given.items():
         if (new := RENAMED.get(name)) is not None:
@@ -146,7 +146,7 @@ def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Declared(BaseModel):
-    """Settings that are checked when they are made, with errors in words."""
+    """Settings that are validated on creation, with errors in plain words."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

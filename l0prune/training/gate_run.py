@@ -1,4 +1,4 @@
-"""Gates in a run whose loop calls each part of a step, as that of ``finetune`` does."""
+"""Training of gates in a run, in parts of a step that a loop calls, as that of ``finetune``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from l0prune.training.start import Decision
 
 FORMAT = 1
 _KEYS = {"format", "axes", "phases", "step", "begun", "doctor", "work", "cut"}
-# Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
+# Adam's betas for gates under a budget, whose multiplier changes within a few hundred steps.
 BETAS = (0.9, 0.99)
-_LOOKS = 20  # of the doctor, and for what may be cut, while the gates learn
+_LOOKS = 20  # of the doctor, and for possible cuts, while the gates learn
 
 
 def _check(
     state: dict[str, Any], axes: list[list[Any]], phases: Phases, *, has_budget: bool
 ) -> None:
-    """Refuse a state that is not of such a run."""
+    """Raise UsageError if the state is of a run with other axes, phases or budget."""
     if not isinstance(state, dict) or not state.keys() >= _KEYS or state["format"] != FORMAT:
         raise UsageError("this is no state of a Pruner of this version of l0prune")
     if state["axes"] != axes:
@@ -53,21 +53,21 @@ def _check(
 
 
 def planned(settings: GateSettings, steps: int, warmup: int | None, settle: int | None) -> Phases:
-    """Return the phases of so many steps; nothing settles where weights stand."""
+    """Return the phases of ``steps`` steps; nothing settles if the weights are frozen."""
     if settings.learn == GATES:
         return Phases.plan(steps, warmup, 0)
-    # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
+    # Gates are fitted to a budget, and to whole blocks, when settling begins.
     return Phases.plan(steps, warmup, settle, int(settings.budget is not None or settings.rounds))
 
 
 class GateRun:
-    """All that is about gates in a run: phases, λ or budgets, annealing, fitting, compaction.
+    """Training of gates in a run: phases, λ or budgets, annealing, fitting, compaction.
 
     Each step is ``begin_step``, a forward and backward, ``before_step``, the optimizer's step,
     ``shrink`` and ``advance``. Its attributes are those of ``Pruner``.
     """
 
-    # Whether the loop is the user's own, whose model may still move before the first step.
+    # Whether the loop is the user's, who may move the model to a device before the first step.
     in_own_loop = False
 
     def __init__(
@@ -89,7 +89,7 @@ class GateRun:
         self.compaction = Compaction(model, own_loop=self.in_own_loop)
         self._shrinking = CompactionPolicy(self.compaction, compact, self._say_it)
         self.step = 0
-        self._work = 0.0  # of so many steps of the whole model
+        self._work = 0.0  # MACs of all steps, in steps of the whole model
         self._begun: int | None = None
         free(self.gates.parameters())
         self._followers = Followers(self.gates)
@@ -102,7 +102,7 @@ class GateRun:
         return Quantizing(model, self.phases, menu)
 
     def _set_out(self) -> None:
-        """From the gates as they are now."""
+        """Set up objective, budget, branches, doctor and penalty from the present gates."""
         self._terms = GateTerms(self.model, self.gates, self._settings, self._n, self.phases)
         self.budget = self._terms.budget
         learning = self.phases.learning
@@ -120,7 +120,7 @@ class GateRun:
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The parameters that learn, without those of the gates: what is to be clipped."""
+        """Trainable parameters without those of the gates: the ones to clip."""
         return [p for p in weights_of(self.model).values() if p.requires_grad]
 
     @property
@@ -128,7 +128,7 @@ class GateRun:
         return [p for p in self.gates.learned if p.requires_grad]
 
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups for any optimizer: weights, and the gates undecayed and at their own rate."""
+        """Return groups for any optimizer: weights, and gates without decay at ``gate_lr``."""
         groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
         if self.budget is not None:
             for group in groups:
@@ -138,7 +138,7 @@ class GateRun:
 
     @property
     def phase(self) -> str:
-        """``warm-up``, ``prune`` or ``settle``: that of the next step."""
+        """Phase of the next step: ``warm-up``, ``prune`` or ``settle``."""
         return self.phases.at(self.step)
 
     @property
@@ -147,7 +147,7 @@ class GateRun:
         return self._begun != self.step and self.phases.begins_to_settle(self.step)
 
     def begin_step(self) -> None:
-        """Before a step's first forward: let the gates be sampled or stand, as the phase has it."""
+        """Prepare a step before its first forward: gates are sampled or fixed by the phase."""
         if self._begun == self.step:
             return
         self._anneal()
@@ -167,14 +167,14 @@ class GateRun:
         self._begun = self.step
         self.gates.fixed = self.phase == "settle" or self._penalty is not None
         if self.step >= self.phases.total:
-            return  # no step of the run is left to be cheaper
+            return  # no step is left that a cut would make cheaper
         if self.gates.fixed:
-            made_whole = self._is_time_to_look and self.compaction.cut is None  # in between
+            made_whole = self._is_time_to_look and self.compaction.cut is None  # since the last cut
             if settles or made_whole:
                 self._shrinking.to_what_stands()
         elif self._is_time_to_look or (self.in_own_loop and self.step == 1):
-            # Before the first step of a loop of your own the model may still be moved: what is
-            # closed then goes after it.
+            # In a user's loop the model may still be moved before the first step: slots that are
+            # closed then are cut after it.
             begins = self.step == 0 and not self.in_own_loop
             self._shrinking.to_what_is_open(self.phases.total - self.step, begins=begins)
 
@@ -185,15 +185,15 @@ class GateRun:
             self._decision.hold(0)
 
     def look_ahead(self, hindrance: str = "") -> None:
-        """Before the first step: say so if the network cannot be cut, by itself or a hindrance."""
+        """Report before the first step why the network cannot be cut, if that is known."""
         self._shrinking.look_ahead(hindrance or self.compaction.hindrance())
 
     def make_whole(self) -> None:
-        """Give a model that is trained at the size that its gates leave its own size back."""
+        """Restore the full size of a model that was cut while it trains."""
         self.compaction.end()
 
     def keep_whole(self, reason: str) -> None:
-        """Make the model whole, and cut nothing from here on, for a reason that is said."""
+        """Make the model whole, report the reason, and cut nothing from now on."""
         self.make_whole()
         self._shrinking.fail(reason)
 
@@ -216,12 +216,12 @@ class GateRun:
         return None if extra is None else extra.detach()
 
     def shrink(self) -> None:
-        """After the optimizer's step, and before ``advance``: the penalty's part of the step."""
+        """Apply the weight penalty, after the optimizer's step and before ``advance``."""
         if self._penalty is not None:
             self._penalty.step(self.step, self.compaction.optimizers)
 
     def advance(self) -> None:
-        """Count the step that was done, and make the gates what they are after it."""
+        """Count the step that was done, anneal the gates and hold those of branches."""
         if self._quantizing is not None:
             self._quantizing.advance()
         self.step += 1
@@ -242,14 +242,14 @@ class GateRun:
         return self.step % self._between_looks == 0
 
     def _say_it(self, text: str) -> None:
-        """Pass the text to ``say`` as it is now."""
+        """Pass the text to the present ``say``, which may have been replaced."""
         self.say(text)
 
     def record(self) -> dict[str, Any]:
         """Expected and actual counts, budgets, open slots by axis, and axes without any.
 
-        ``training_macs`` is the share of MACs that the steps so far had, of what they would have
-        had at the model's own size.
+        ``training_macs`` are the MACs of the steps so far, as a share of those at the model's full
+        size.
         """
         own = {} if self._penalty is None else self._penalty.record()
         return {**self._terms.record(), **own, "training_macs": self._work / max(self.step, 1)}
@@ -271,7 +271,7 @@ class GateRun:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave; see ``Pruner``."""
+        """Restore the state from ``state_dict``; see ``Pruner``."""
         _check(state, self._axes(), self.phases, has_budget=self.budget is not None)
         self.step, self._begun, self._work = state["step"], state["begun"], state["work"]
         for name, part in self._parts.items():

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # the command line reads its options off this file, and its h
 else:
     LimitsLike = Source = LambdaLike = Any
 
-GATES = "gates"  # what learns, where weights stand
-GSM = "gsm"  # an optimizer that is a penalty
+GATES = "gates"  # value of learn with frozen weights
+GSM = "gsm"  # name of an optimizer and of its penalty
 
 Compact = Literal["auto", "settle", "never"]
 

@@ -1,4 +1,4 @@
-"""Terms that gates add to the objective: penalty, budgets, a rate of their own, and counts."""
+"""Terms that gates add to the objective (penalty, budgets), their learning rate, and counts."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from l0prune.training.lambdas import Lambda
 from l0prune.training.penalty import penalty_of_gates
 from l0prune.training.phases import Phases
 
-LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
-ALWAYS = (Params, Macs)  # what is recorded of every run
+LAMBDA = "0.1/N"  # without λ, budget or penalty in the settings
+ALWAYS = (Params, Macs)  # measures that every run records
 _TRAVEL = 120.0
 BINS = 20  # of open probabilities, from 0 to 1
 _FASTEST = 0.3
 
 
 def default_gate_rate(steps: int) -> float:
-    """The gates' rate for so many steps in which they learn.
+    """Return the gates' default learning rate for ``steps`` steps in which they learn.
 
     From nearly open to closed is about 5.4 in log α. A step of Adam moves a gate by up to the
-    rate: with this one, they have room to go there and come back many times over, but do not
-    harden in the first part of the run, when nothing is known about them yet.
+    rate: with this one, gates can cross that distance in both directions many times, but do not
+    saturate in the first part of the run, when nothing is known about them yet.
     """
     return min(_FASTEST, _TRAVEL / max(steps, 1))
 
 
 class GateTerms:
-    """The terms of a training objective that are about the gates of one model.
+    """Terms of a training objective from the gates of one model.
 
     Attributes:
         lam: λ with N filled in.
-        learns: gates learn; else the weights of their slots pay a penalty.
-        fitted: how the widths were chosen when the gates began to stand, as plain data; empty
-            before, and where there was nothing to say of it.
+        learns: whether gates learn; else the weights of their slots pay a penalty.
+        fitted: how the widths were chosen when settling began, as plain data; empty before, and
+            if there was nothing to report.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GateTerms:
         self._penalty = partial(penalty_of_gates, model, counting=settings.counting)
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
-        self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
+        self._penalty(self.lam, **self._prior)  # raises errors of settings before training
         self._bit_price = self._price_of_bits()
         self.budget = self._budget()
         if self.budget is None:
@@ -113,7 +113,7 @@ class GateTerms:
 
     @property
     def weight(self) -> float:
-        """Gradient of the gates at a multiplier of 1, relative to that of the loss."""
+        """Norm of the budgets' gradient for log α, at multipliers of 1, over that of the loss."""
         return 0.0 if self.budget is None else self.budget.weight
 
     @property
@@ -124,8 +124,8 @@ class GateTerms:
     def penalty(self, step: int) -> Tensor | None:
         """Return the gates' addition to the loss of a step; None where there is none.
 
-        λ·E‖θ‖₀, the price of bits and what the gates say beyond their prior, as far as λ is warmed
-        up; the budgets' part unless the gates stand; and the L2 term in full.
+        λ·E‖θ‖₀, the price of bits and the divergence from the prior, times the warm-up factor of λ;
+        the budgets' part except while settling; and the L2 term in full.
         """
         factor = self._phases.factor(step)
         parts: list[Tensor] = []
@@ -145,9 +145,9 @@ class GateTerms:
         return sum(parts[1:], parts[0]) if parts else None
 
     def pull(self, path: Tensor) -> float | None:
-        """The largest gradient that λ has for a gate somewhere on its ``path`` of log α.
+        """Return the largest gradient of λ's penalty for any gate on a ``path`` of log α.
 
-        None if there is no telling: a budget's multiplier grows until it is met.
+        None under a budget, whose multiplier grows until it is met.
         """
         if self.budget is not None:
             return None
@@ -157,13 +157,13 @@ class GateTerms:
         return float(per_chance.max() * self._slope(path.to(log_alpha)).max())
 
     def _slope(self, log_alpha: Tensor) -> Tensor:
-        """dP(z ≠ 0)/d log α."""
+        """Return dP(z ≠ 0)/d log α of each gate."""
         at = log_alpha.clone().requires_grad_()
         (slope,) = torch.autograd.grad(self.gates.gate_now.open_probability(at).sum(), at)
         return slope
 
     def fit(self) -> None:
-        """Before the gates stand: let the export just meet the budgets, in whole blocks."""
+        """Fit the gates, before they are fixed, so that an export just meets the budgets."""
         with fitted.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=self.learns and not self._priced)
@@ -174,8 +174,7 @@ class GateTerms:
         self.fitted = found.to_dict() if found.filling or found.looks else {}
 
     def record(self) -> dict[str, Any]:
-        """Expected and actual amounts, open slots by axis, axes without an open gate, how many
-        gates there are in each bin of P(z ≠ 0), and how the widths were chosen."""
+        """Return amounts, open slots by axis, dead axes, a histogram of P(z ≠ 0) and ``fitted``."""
         p = self.gates.open_probability().detach()
         opened = self.gates.open().cpu()
         counts: dict[str, Any] = {}
@@ -204,9 +203,9 @@ def _lambda(settings: GateSettings) -> Any:
 
 
 def add_gradients(loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add the loss' gradients to those that the parameters have.
+    """Add the gradients of ``loss`` to those of the parameters.
 
-    It goes around DDP, which would take the parameters for ones that the next batch needs.
+    This bypasses DDP, which would take the parameters for ones that the next batch needs.
     """
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     for parameter, gradient in zip(parameters, gradients, strict=True):

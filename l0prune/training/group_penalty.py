@@ -1,9 +1,9 @@
 """A penalty on the weights of each slot: proximal steps after the optimizer's, and closed slots.
 
-The group of a slot is all that it writes and is read by: the elements of every parameter of two or
-more dims, and of every one that its gates multiply, that lie at the slot. With t the root mean
-square of a group of |g| weights and λ its price, the objective has λ·Σ|g|·p(t). For p(t) = t that
-is the group lasso's λ·Σ√|g|·‖w‖. A weight between two slots belongs to both and is shrunk by both.
+The group of a slot is the weights that write and read it: its elements of every parameter of two or
+more dims, and of every parameter that its gates multiply. With t the root mean square of a group of
+|g| weights and λ its price, the objective has λ·Σ|g|·p(t). For p(t) = t that is the group lasso's
+λ·Σ√|g|·‖w‖. A weight between two slots belongs to both and is shrunk by both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RANKS = (0.99, 1 - 1e-4)
 
 
 class GroupPenalty:
-    """The penalty of one run."""
+    """Penalty on the weight groups of slots, for one run."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class GroupPenalty:
         self._may_close = may_close.to(device)
         self._scale = self._usual(self._sizes())
         self._spared: Tensor | None = None
-        self._least = 1.0  # of sizes beside what is usual
+        self._least = 1.0  # smallest size of a spared group, relative to the usual one
         stand(gates)
 
     def _now(self) -> Groups:
-        """The groups at the size that the model has now."""
+        """Return the groups at the model's present size."""
         if self._gates.kept is not self._groups.kept:
             self._groups = Groups(self._root, self._gates)
         return self._groups
 
     def _sizes(self) -> Tensor:
-        """t of each group, float32."""
+        """Return t of each group, float32."""
         return (self._now().sums(squares) / self._counts).sqrt()
 
     def _usual(self, t: Tensor) -> Tensor:
-        """For each slot the mean t of the open ones of its axis."""
+        """Return for each slot the mean t of the open slots of its axis."""
         found, open_ = torch.ones_like(t), self._gates.open()
         for axis in self._gates.plan.axes:
             known = t[axis.slice][open_[axis.slice]]
@@ -94,13 +94,13 @@ class GroupPenalty:
         return found
 
     def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """Before the optimizer's step of this number: nothing, for penalties that only shrink."""
+        """Do nothing before the optimizer's step; overridden by penalties that mask gradients."""
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """After the optimizer's step of this number: shrink the groups, and close those at zero.
+        """Shrink the groups, and close those at zero, after the optimizer's step ``number``.
 
-        Nothing while the weights settle.
+        Does nothing while the weights settle.
         """
         if number >= self._phases.learning:
             return
@@ -136,7 +136,7 @@ class GroupPenalty:
         self._close(zero)
 
     def _isotropic(self, t: Tensor, lam: Tensor, moves: Tensor, metric: Metric) -> _Shrunk:
-        """The kind's operator, with one stiffness for all weights of a group: their mean."""
+        """Apply the kind's operator, with the mean stiffness of a group for all of its weights."""
         scale = self._scale
         if self._budget is not None:
             scale = scale * self._least / getattr(self.kind, "a", 1.0)
@@ -149,7 +149,7 @@ class GroupPenalty:
         return (self._groups.sums(metric.of) / self._groups.counts).clamp(min=1e-30)
 
     def _pull(self, number: int) -> float:
-        """The factor of λ at this step; under a budget its multipliers, after an ascent."""
+        """Return the factor of λ at this step; under a budget the sum of its μ after an ascent."""
         if self._budget is None:
             return self._phases.factor(number)
         self._budget.observe(self._gates.open())
@@ -157,14 +157,14 @@ class GroupPenalty:
         return float(self._budget.multipliers.sum())
 
     def _prices(self, pull: float, metric: Metric) -> Tensor:
-        """λ of each slot now; a multiplier of 1 closes groups of the usual size within a run."""
+        """Return the present λ of each slot; μ = 1 closes groups of usual size within a run."""
         if self._budget is None:
             return pull * self._lam
         unit = self._stiffness(metric) * self._scale / self._phases.learning
         return pull * unit + self._lam
 
     def _last(self, t: Tensor) -> Tensor:
-        """The largest open slot of each axis that may not close completely: it stays."""
+        """Return the largest open slot of each axis that may not close completely."""
         result, open_ = torch.zeros_like(self._may_close), self._gates.open()
         for axis in self._gates.plan.axes:
             if not bool(self._may_close[axis.slice].any()):
@@ -174,7 +174,7 @@ class GroupPenalty:
     def _excessive(self, t: Tensor, candidates: Tensor, *, in_the_end: bool = False) -> Tensor:
         """Return the fewest of these slots, smallest first, without which the budget is met.
 
-        All of them where it is not met then, either.
+        All of them if the budget is not met even then.
         """
         assert self._budget is not None
         order = self._in_order(t, candidates)
@@ -191,12 +191,12 @@ class GroupPenalty:
         return result
 
     def _in_order(self, t: Tensor, candidates: Tensor) -> Tensor:
-        """The numbers of slots, the smallest beside what is usual of their axis first."""
+        """Return the slots' numbers by size relative to the usual of their axis, smallest first."""
         numbers = candidates.nonzero().flatten()
         return numbers[(t / self._scale)[numbers].argsort(stable=True)].cpu()
 
     def _sparing(self, t: Tensor) -> Tensor:
-        """The slots to leave alone for the next steps: those that the budget keeps at sizes t."""
+        """Return the slots not to shrink in the next steps: those that the budget or kind keeps."""
         spared = torch.zeros_like(self._may_close)
         open_ = self._gates.open()
         if self._budget is not None:
@@ -210,7 +210,7 @@ class GroupPenalty:
         return spared
 
     def _close(self, slots: Tensor, *, shrink: bool = False) -> None:
-        """Close these slots for good, whose weights are zero, or become so."""
+        """Close these slots for good; with ``shrink`` set their weights to zero first."""
         if not bool(slots.any()):
             return
         if shrink:
@@ -219,9 +219,9 @@ class GroupPenalty:
 
     @torch.no_grad()
     def rank(self) -> str:
-        """Before the gates are fitted: open ones the further the larger their groups are.
+        """Rank open gates by the sizes of their groups, before the gates are fitted.
 
-        Returns what there is to say.
+        Returns a message, or an empty string.
         """
         gates = self._gates
         order = self._in_order(self._sizes(), gates.open()).to(gates.log_alpha.device)
@@ -235,11 +235,11 @@ class GroupPenalty:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Usual sizes, and what is spared."""
+        """Return usual sizes, spared slots and their smallest relative size."""
         return {"scale": self._scale, "spared": self._spared, "least": self._least}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         self._scale = state["scale"].to(self._scale)
         self._spared = None if (kept := state["spared"]) is None else kept.to(self._may_close)
         self._least = state["least"]
@@ -258,7 +258,7 @@ def check_unlearned(gates: Gates) -> None:
 
 @torch.no_grad()
 def stand(gates: Gates) -> None:
-    """Let all open gates be equally open: z is 1."""
+    """Set all open gates to the same log α, at which z is 1."""
     starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
     gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
 
@@ -276,16 +276,14 @@ def erase(groups: Groups, slots: Tensor) -> None:
 
 
 class _Shrunk(NamedTuple):
-    """Outcome of an operator: the sizes of groups, 0 where one is to be zero, and the factor of
-    each element of a part.
-    """
+    """Result of an operator: sizes of groups, 0 to zero them, and factors of a part's elements."""
 
     sizes: Tensor
     of: Callable[[Part], Tensor]
 
 
 def _in_metric(groups: Groups, prices: Tensor, metric: Metric) -> _Shrunk:
-    """The group lasso's operator with the stiffness h of each weight, as Adam has it.
+    """Apply the group lasso's operator with a stiffness h for each weight, as under Adam.
 
     ½·Σhᵢ(wᵢ − vᵢ)² + λ√|g|·‖w‖ is least where wᵢ = hᵢ·r·vᵢ/(hᵢ·r + λ√|g|) with r = ‖w‖, so that
     φ(r) = Σ(hᵢ·vᵢ/(hᵢ·r + λ√|g|))² = 1. Newton's method on 1/√φ, which is concave, nearly straight

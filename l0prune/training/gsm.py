@@ -1,14 +1,14 @@
-"""Global sparse momentum (Ding et al. 2019, "Global Sparse Momentum SGD for Pruning Very Deep
-Neural Networks"), on the slots of a network.
+"""Global sparse momentum on the slots of a network (Ding et al. 2019).
 
-At each step the loss reaches the most salient slots alone, as many as the budget keeps: with the
-saliency Σ|w·∂L/∂w| of a slot's group and B = 1 for the weights all of whose slots are among them,
-else 0, SGD with momentum β, rate α and weight decay η does
+From "Global Sparse Momentum SGD for Pruning Very Deep Neural Networks". At each step only the most
+salient slots get the loss' gradient, as many as the budget keeps: with the saliency Σ|w·∂L/∂w| of a
+slot's group and B = 1 for the weights all of whose slots are among them, else 0, SGD with momentum
+β, rate α and weight decay η does
 
     Z ← β·Z + η·w + B ⊙ ∂L/∂w,    w ← w − α·Z.
 
-All others have nothing but momentum of weight decay, and go to zero. Which they are is decided anew
-at each step, so that one may come back.
+All others have nothing but momentum of weight decay, and go to zero. They are chosen anew at each
+step, so that a slot may recover.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from l0prune.training.settings import Settings
 
 _EVERY = 10  # steps between two looks at how many slots the budget keeps
 MOMENTUM = 0.98
-_DECAY = 10.0  # ln of the factor by which what the loss never reaches shrinks in a run
-_MOST = 0.01  # η beyond which the loss does not hold its own weights in short runs
+_DECAY = 10.0  # ln of the factor by which weights that only decay shrink in a run
+_MOST = 0.01  # largest η at which salient weights do not decay away in short runs
 
 
 def default_decay(rate: float, momentum: float, steps: int) -> float:
-    """η at which weights that only decay shrink by e^−10 within so many steps; at most 0.01.
+    """Return η at which weights that only decay shrink by e^−10 in ``steps`` steps; at most 0.01.
 
     A step of decay under momentum is α·η/(1 − β) in the long run.
     """
@@ -39,10 +39,10 @@ def default_decay(rate: float, momentum: float, steps: int) -> float:
 
 
 def with_defaults(settings: Settings, steps: int) -> Settings:
-    """Settings with the momentum of the paper and a decay, unless given.
+    """Return settings with the paper's momentum and a default weight decay, unless given.
 
-    What the loss reaches as long as the budget's target sinks has the rest of so many steps to go
-    to zero.
+    Slots that the loss reaches until the end of the budget's ramp have the rest of the ``steps``
+    to go to zero.
     """
     given = settings.model_fields_set
     momentum = settings.momentum if "momentum" in given else MOMENTUM
@@ -52,7 +52,7 @@ def with_defaults(settings: Settings, steps: int) -> Settings:
 
 
 def check_decay(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UsageError where nothing decays, so that nothing would go to zero."""
+    """Raise UsageError if no group has weight decay, without which no weight goes to zero."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if groups and not any(group.get("weight_decay") for group in groups):
         raise UsageError(
@@ -70,7 +70,7 @@ class SparseMomentum(GroupPenalty):
 
     @torch.no_grad()
     def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """Before the optimizer's step: leave a gradient to the weights of active slots alone."""
+        """Mask the gradients of passive slots' weights, before the optimizer's step."""
         if number >= self._phases.learning:
             return
         check_decay(optimizers)
@@ -79,7 +79,7 @@ class SparseMomentum(GroupPenalty):
         salient = groups.sums(lambda part: saliency(part.parameter))
         learns = groups.usable & self._gates.open()
         if number % _EVERY == 0 or not self._count:
-            # Sizes are ranked beside what is usual of an axis, saliency over the whole network.
+            # _excessive ranks relative to the usual size of an axis, saliency is compared globally.
             passive = self._excessive(salient * self._scale, learns)
             self._count = int((learns & ~passive).sum())
         ranked = torch.where(learns, salient, -1.0)
@@ -93,7 +93,7 @@ class SparseMomentum(GroupPenalty):
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """After the optimizer's step of this number: close passive slots that have become faint."""
+        """Close passive slots of negligible weights, after the optimizer's step ``number``."""
         if number >= self._phases.learning:
             return
         assert self._budget is not None
@@ -107,17 +107,17 @@ class SparseMomentum(GroupPenalty):
             self._close(self._excessive(t, faint), shrink=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of any penalty on slots, and the number of active slots."""
+        """Return the state of any penalty on slots, and the number of active slots."""
         return {**super().state_dict(), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         super().load_state_dict(state)
         self._count = state["count"]
 
 
 def saliency(weight: nn.Parameter) -> Tensor:
-    """|w·∂L/∂w| of each element, float32."""
+    """Return |w·∂L/∂w| of each element, float32."""
     value = weight.detach()
     if weight.grad is None:
         return torch.zeros_like(value.abs(), dtype=torch.float32)

@@ -33,13 +33,13 @@ from l0prune.running.environment import as_html
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import LOSS, RECORD_KEYS, Amount, amount_keys, amounts
 
-_FEW = 8  # so many axes are shown one by one
+_FEW = 8  # axes at most that are shown one by one
 _ROWS = 20
 IN_PERCENT = ("error", "accuracy", "label-error")
 
 
 def describe(record: dict[str, Any], epochs: int) -> str:
-    """A record in one line."""
+    """Format a record as one line."""
     parts = [f"epoch {record['epoch']}/{epochs}", f"{record['phase']:7}"]
     parts.append(f"loss {record['train_loss']:.4f}")
     parts += measured(record)
@@ -54,7 +54,7 @@ def describe(record: dict[str, Any], epochs: int) -> str:
 
 
 def measured(record: dict[str, Any]) -> list[str]:
-    """The metric on the test data, or the loss where there is no metric; nothing without either."""
+    """Format the metrics on the test data, or else the test loss; empty without either."""
     taken = RECORD_KEYS.union(*map(amount_keys, amounts(record)))
     metrics = [n for n, v in record.items() if n not in taken and isinstance(v, float)]
     if not metrics and LOSS in record:
@@ -66,7 +66,7 @@ def measured(record: dict[str, Any]) -> list[str]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> Table:
-    """The records, one in a row; of many epochs some, the last among them."""
+    """Return a table with one record per row; of many epochs a subset with the last one."""
     every = max(1, math.ceil(len(records) / _ROWS))
     shown = records[::-every][::-1]
     title = f"{len(records)} epochs" + (f", one in {every}" if every > 1 else "")
@@ -86,7 +86,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def share(name: str, amount: Amount) -> str:
-    """The amount of this measure that an export would have, and its share of the dense one."""
+    """Format an export's amount in this measure, and its share of the dense amount."""
     if not amount.dense:
         return "0"
     return f"{kind_of(name).brief(amount.actual)} ({100 * amount.actual / amount.dense:.1f} %)"
@@ -118,28 +118,27 @@ class History:
 
     A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
     ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
-    the same three of whatever else the budget is about (``expected_latency``, …),
+    the same three of each other measure in the budget (``expected_latency``, …),
     ``open`` (slots an export would keep, by axis), ``dead`` (axes that have no open gate left) and
     ``training_macs`` (of all steps so far, as a share of what they take at the whole size).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
     it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``gates`` is
-    how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. Once the gates stand,
+    how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. Once the gates are fixed,
     ``fitted`` is how their widths were chosen: how many slots of an axis only fill whole blocks
-    (``filling``), and what was predicted and observed of each choice that was looked at
-    (``looks``). ``doctor`` says what is
-    wrong, and what helps, where something is. The model measured is the averaged one with its
-    gates as in eval mode: the one that ``finetune`` leaves behind. The first record has under
-    ``before`` what was measured on the test data before the first step, with all gates out of the
-    way.
+    (``filling``), and the predicted and observed amounts of each choice that was tried
+    (``looks``). ``doctor`` has problems and their remedies, if there are any. The model measured
+    is the averaged one with its gates as in eval mode: the one that ``finetune`` leaves behind.
+    The first record has under ``before`` the measurements on the test data before the first step,
+    with all gates bypassed.
 
     Attributes:
         records: the records.
         metric: name of the metric by which records compare; where they have none, the test loss
             counts, and without test data the training loss.
         larger_is_better: of the metric.
-        facts: what is known of the run before its first step: its settings as text, its phases in
-            steps, the command, versions and the machine. ``run.json`` holds them where there is
-            a folder.
+        facts: facts known before the run's first step: its settings as text, its phases in steps,
+            the command, versions and the machine. ``run.json`` holds them where there is a
+            folder.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -149,7 +148,7 @@ class History:
 
     @property
     def last(self) -> Record:
-        """The record of the last epoch: what the model is now."""
+        """The record of the last epoch, which describes the present model."""
         if not self.records:
             raise UsageError("this run has no whole epoch yet")
         return self.records[-1]
@@ -168,7 +167,7 @@ class History:
 
     @property
     def all_facts(self) -> dict[str, Any]:
-        """``facts``, and by which metric records compare."""
+        """``facts``, and the metric by which records compare."""
         return {"metric": self.metric, "larger_is_better": self.larger_is_better, **self.facts}
 
     @property
@@ -191,7 +190,7 @@ class History:
 
 
 class Log:
-    """Writes records into a folder as they come."""
+    """Writer of records into a folder, one by one."""
 
     def __init__(self, folder: Path, history: History, tensorboard: bool | None) -> None:
         self._path = folder / NAME
@@ -213,7 +212,7 @@ class Log:
                 self._curves.add_scalar(name, value, record["epoch"])
 
     def close(self) -> None:
-        """Finish the curves."""
+        """Close the TensorBoard writer."""
         if self._curves is not None:
             self._curves.close()
 
@@ -223,7 +222,7 @@ def _line(record: Record) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no word for nan and inf, which a metric of the user's may well be."""
+    """Replace nan and inf, which JSON lacks and a user's metric may be, by None."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -232,18 +231,18 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:
-    """The numbers of a record, those of the axes as ``open/NAME``."""
+    """Return a record's numbers by name, open slots of axes as ``open/NAME``."""
     flat = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "epoch"}
     flat |= {f"open/{axis}": count for axis, count in record.get("open", {}).items()}
     return list(flat.items())
 
 
 def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
-    """A writer of TensorBoard's files, or None."""
+    """Return a TensorBoard writer, or None."""
     if wanted is False:
         return None
     try:
-        with muted():  # its own imports are deprecated here and there
+        with muted():  # its imports give deprecation warnings
             from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         if wanted:
@@ -258,7 +257,7 @@ _REFRESH = 0.1  # seconds
 
 
 class Display:
-    """Says on a console, by default stderr, how a run goes."""
+    """Display of a run's progress on a console, by default stderr."""
 
     def __init__(
         self, epochs: int, steps: int, *, shown: bool = True, console: Console | None = None
@@ -282,7 +281,7 @@ class Display:
             )
 
     def start(self, done: int) -> None:
-        """Begin, with so many steps of the run done already."""
+        """Start the progress bar, with ``done`` steps of the run done already."""
         if self._bar is not None:
             total = self._epochs * self._steps
             fields: dict[str, Any] = {"epoch": "", "phase": "", "loss": ""}
@@ -290,7 +289,7 @@ class Display:
             self._bar.start()
 
     def step(self, done: int, phase: str) -> None:
-        """So many steps of the run are done; cheap enough to be told after each."""
+        """Show that ``done`` steps of the run are done; cheap enough to call after each."""
         if self._bar is None or (now := time.monotonic()) < self._next:
             return
         self._next = now + _REFRESH
@@ -298,19 +297,19 @@ class Display:
         self._bar.update(self._task, completed=done, epoch=epoch, phase=phase, loss=self._loss)
 
     def loss(self, value: float) -> None:
-        """The latest mean loss."""
+        """Set the latest mean loss."""
         self._loss = f"loss {value:.4f}"
 
     def epoch(self, record: Record) -> None:
-        """An epoch is done."""
+        """Print the record of a finished epoch."""
         self.console.print(escape(describe(record, self._epochs)), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Something that the user should know."""
+        """Print a message to the user."""
         self.console.print(escape(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -319,7 +318,7 @@ LOOK_EVERY = 50  # steps
 
 
 class NotFinite(Exception):
-    """A loss was nan or inf, so many steps ago."""
+    """A loss was nan or inf, ``ago`` steps before the last one."""
 
     def __init__(self, ago: int, value: float) -> None:
         super().__init__(ago, value)
@@ -328,9 +327,9 @@ class NotFinite(Exception):
 
 
 class Meter:
-    """Adds up the losses of an epoch; their values are fetched at every ``look`` only.
+    """Sums of the losses of an epoch, fetched from the device only at ``look``.
 
-    What counts is the mean over all processes, which look after the same steps.
+    Losses are means over all processes, which look after the same steps.
     """
 
     def __init__(
@@ -350,7 +349,7 @@ class Meter:
         self._penalties: list[Tensor] = []
 
     def add(self, loss: Tensor, penalty: Tensor | None) -> None:
-        """One more step."""
+        """Add the loss and the penalty of one step."""
         self._losses.append(loss.detach())
         if penalty is not None:
             self._penalties.append(penalty.detach())
@@ -361,7 +360,7 @@ class Meter:
         return len(self._losses) >= LOOK_EVERY
 
     def look(self) -> float | None:
-        """The mean loss since the last look; None if there was no step."""
+        """Return the mean loss since the last look; None if there was no step."""
         if not self._losses:
             return None
         losses: list[float] = self._world.mean_(torch.stack(self._losses)).tolist()

@@ -1,7 +1,7 @@
 """Cost of gates that follow the input.
 
-For an input x let s(x) be the share of the network's MACs that its open gates leave. What the
-gates pay is the mean over a batch of its expectation over their noise, at a price, or
+For an input x let s(x) be the share of the network's MACs that its open gates leave. The gates'
+cost is the mean over a batch of the expectation of s over the gates' noise, times a price, or
 
     μ·(E[s] − target),    μ ≥ 0,
 
@@ -34,7 +34,7 @@ def input_gated(model: nn.Module) -> InputGatedNetwork | None:
 
 
 def is_unpaid(model: nn.Module) -> bool:
-    """Return whether input gates were run in training mode, and nobody asked what they pay."""
+    """Return whether input gates ran in training mode without an ``input_penalty`` since."""
     network = input_gated(model)
     return network is not None and any(gate.chances for gate in network.gates)
 
@@ -56,15 +56,15 @@ def shares(network: InputGatedNetwork) -> Tensor | None:
 
 
 def means_of(gate: InputGate) -> list[Tensor]:
-    """Return the open share of each axis, and at last of the block, by example or position."""
+    """Return the open share of each axis and, last, of the block, by example or position."""
     return [chance.mean(-1) for chance in gate.chances]
 
 
 def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tensor:
-    """Return how much of its work a layer does, which grows by these axes; by example.
+    """Return the share of a layer's MACs that open gates on its axes leave, by example.
 
-    Exact, since gates are independent given the input; of a layer that grows by one axis twice up
-    to the variance of the share that is open.
+    Exact, since gates are independent given the input; for a layer with one axis twice, up to the
+    variance of the share that is open.
     """
     own = [means[axis] for axis in axes]
     return reduce(torch.mul, [*own, means[-1]] if skips else own)
@@ -73,7 +73,7 @@ def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tenso
 def input_penalty(model: nn.Module) -> Tensor | None:
     """Return the cost of the input gates of the last forward in training mode, to add to the loss.
 
-    ``finetune`` and ``train_dense`` add it by themselves, ``l0prune.penalty`` has it in it; in a
+    ``finetune`` and ``train_dense`` add it by themselves, ``l0prune.penalty`` includes it; in a
     loop of your own with a ``Pruner`` it belongs to the loss of each forward, before its backward
     pass. The multiplier of a target takes its step.
 
@@ -102,7 +102,7 @@ def input_penalty(model: nn.Module) -> Tensor | None:
 
 
 def shaping(network: InputGatedNetwork) -> Tensor:
-    """Return the mean batch-shaping loss of all gates, see the head of this file."""
+    """Return the mean batch-shaping loss of all gates; see the module's docstring."""
     found = []
     for gate in network.gates:
         for chances in gate.chances:  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def shaping(network: InputGatedNetwork) -> Tensor:
 
 @cache
 def _table() -> Tensor:
-    """The distribution function of Beta(0.6, 0.4) at equal steps of the angle, x = sin²(angle).
+    """Return the distribution function of Beta(0.6, 0.4) at equal steps of t, with x = sin²t.
 
     With x = sin²t the density a x^(a−1)(1−x)^(b−1) dx is 2 sin^(2a−1) t cos^(2b−1) t dt, which the
     first and last steps, where it has poles, take by its integral's leading term.
@@ -131,7 +131,7 @@ def _table() -> Tensor:
 
 
 def _prior_cdf(p: Tensor) -> Tensor:
-    """F of chances, by the table; differentiable."""
+    """Return F of probabilities by linear interpolation in the table; differentiable."""
     table = _table().to(p)
     place = p.clamp(1e-6, 1 - 1e-6).sqrt().asin() * (2 / torch.pi * _STEPS)
     low = place.detach().floor().clamp(max=_STEPS - 1).long()

@@ -1,4 +1,4 @@
-"""Gates that follow the input: which blocks get them, and what these need to know."""
+"""Input gates: choice of the blocks that get them, and their widths, readers and MACs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from l0prune.plan.plan import Cost, Plan, Site
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TARGET = 0.7
 _LITTLE = 1e-3  # of the network's MACs, up to which a block is not worth gates
-_NARROWEST, _NARROWER = 8, 16  # gating modules: at least, and by how much beside the block
-_FAINT = 0.1  # of a usual Linear's weights, at first
+_NARROWEST, _NARROWER = 8, 16  # width of gating modules: at least, and the block's over it
+_FAINT = 0.1  # initial weights, relative to those of a usual Linear
 
 
 @one_at_a_time()
@@ -55,7 +55,7 @@ def add_input_gates(
     open_probability: float = defaults.OPEN_PROBABILITY,
     seed: int = 0,
 ) -> InputGatedNetwork:
-    """Give blocks of a network gates that follow its input: for each input other channels count.
+    """Add input gates, which open other channels for each input, to blocks of a network.
 
     Before each block a small network looks at the block's input and opens or closes the channels
     of its inner axes, those that nothing outside of the block knows, such as between the Linears of
@@ -154,9 +154,9 @@ def _check_kind(kind: Any) -> None:
 
 
 def _inner_axes(model: nn.Module, plan: Plan) -> dict[str, list[int]]:
-    """Return for each block the axes that are its own: all of their tensors lie inside of it.
+    """Return the inner axes of each block: those all of whose tensors are inside of it.
 
-    They are read by Linears and convolutions alone, slot by slot.
+    Only Linears and convolutions read them, slot by slot.
     """
     found: dict[str, list[int]] = {}
     for number in range(len(plan.axes)):
@@ -198,9 +198,9 @@ def _common(paths: Sequence[Sequence[str]]) -> list[str]:
 def _chosen(
     model: nn.Module, plan: Plan, found: Mapping[str, Sequence[int]], at: Globs
 ) -> list[str]:
-    """Return the blocks that are asked for; by default those that repeat and lie in no other.
+    """Return the blocks by ``at``; by default those that repeat and are not within another.
 
-    What is hardly any work (the squeeze of a squeeze-and-excitation) is left out, too.
+    Blocks of few MACs (the squeeze of a squeeze-and-excitation) are left out by default, too.
     """
     order = [path for path, _ in model.named_modules() if path in found]
     if at != "*":
@@ -252,10 +252,10 @@ class _Seen:
                     yield Reader(path, place, 1 - int(dims))
 
     def block(self, path: str, axes: Sequence[int], skip: bool, each_position: bool) -> GatedBlock:
-        """Return the block, with what its gates need to know.
+        """Return the block's widths, readers and channel dim, for its gates.
 
         Raises:
-            UsageError: it is called in a way that they cannot follow.
+            UsageError: the block is called in a way that gates cannot follow.
         """
         x = self._input(path)
         dim = self._channels(path, x)
@@ -286,10 +286,10 @@ class _Seen:
         )
 
     def _input(self, path: str) -> Tensor:
-        """Return what a module receives.
+        """Return a module's first input on the example.
 
         Raises:
-            UsageError: it is called several times, or not with a tensor first.
+            UsageError: the module is not called once, or not with a tensor first.
         """
         calls = self._inputs.get(path, [])
         if len(calls) != 1 or not calls[0][0] or not isinstance(calls[0][0][0], Tensor):
@@ -320,7 +320,7 @@ class _Seen:
 
 
 def _entering(captured: Captured, path: str) -> Node | None:
-    """Return the value of the captured graph that goes into a module."""
+    """Return the node of the captured graph that a module takes as input."""
     for node in captured.graph.nodes:
         if path in modules_of(node):
             outside = (each for each in node.all_input_nodes if path not in modules_of(each))
@@ -335,7 +335,7 @@ def _macs(cost: Cost) -> float:
 
 
 def _work(plan: Plan, axes: Sequence[Sequence[int]]) -> Iterator[Work]:
-    """Yield what follows the gates of some blocks' axes."""
+    """Yield the work that depends on the gates of some blocks' axes."""
     place = {n: (block, place) for block, of in enumerate(axes) for place, n in enumerate(of)}
     for cost in plan.costs:
         mine = [
@@ -355,7 +355,7 @@ def _check_reach(target: float, work: Sequence[Work], macs: float) -> None:
 
 
 def _begin(network: InputGatedNetwork, model: nn.Module, log_alpha: float, seed: int) -> None:
-    """Set the first weights: gates that hardly know the input yet, on the model's device."""
+    """Set initial weights, by which gates hardly depend on the input, on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     like = next(model.parameters())
     for gate in network.gates:

@@ -1,4 +1,4 @@
-"""MACs of a network with input gates: expected over data, as its gates stand in eval mode."""
+"""MACs of a network with input gates in eval mode, averaged over data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class InputMacs:
     examples: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One row for each block."""
+        """Render one row for each block."""
         table = Table("block", "open", "always", "never", "left out")
         for each in self.blocks:
             table.add_row(
@@ -80,7 +80,7 @@ class InputMacs:
 
 
 def input_macs(model: nn.Module, data: Any, *, batch_size: int = 100) -> InputMacs:
-    """Count what a network with input gates computes of data, on average.
+    """Count the average MACs of a network with input gates on data.
 
     Args:
         model: with input gates; where it is gated, too, what its export has is counted.
@@ -118,12 +118,12 @@ def input_macs(model: nn.Module, data: Any, *, batch_size: int = 100) -> InputMa
 
 
 class _Work(NamedTuple):
-    """MACs of what an export of the model has.
+    """MACs of an export of the model.
 
     Attributes:
         whole: of all.
         layers: of each entry of the network's ``work``, float64.
-        kept: for each block, which slots of each of its axes are there.
+        kept: for each block, a mask of the slots that are left of each of its axes.
     """
 
     whole: float
@@ -132,7 +132,7 @@ class _Work(NamedTuple):
 
 
 def _work(model: nn.Module, network: InputGatedNetwork) -> _Work:
-    """Return the work under the model's gates, if it has some."""
+    """Return the work that the model's gates leave; all of it without gates."""
     bank = gates_or_none(model)
     if bank is None:
         layers = torch.tensor([macs for *_, macs in network.work], dtype=torch.float64)
@@ -161,7 +161,7 @@ def _gates(network: InputGatedNetwork) -> list[InputGate]:
 
 @contextmanager
 def _recording(network: InputGatedNetwork) -> Iterator[None]:
-    """Let the gates keep what is open within the context."""
+    """Record the open channels of each forward in the gates within the context."""
     for gate in _gates(network):
         gate.is_recording = True
     try:
@@ -172,20 +172,20 @@ def _recording(network: InputGatedNetwork) -> Iterator[None]:
 
 
 class _Seen:
-    """Counter of what is open of one block, over batches."""
+    """Counts of the open channels of one block, over batches."""
 
     def __init__(self, block: GatedBlock, gate: InputGate, kept: Sequence[Tensor]) -> None:
         self._block, self._gate, self._kept = block, gate, kept
         self._opened, self._closed, self._sum, self._left_out = (torch.zeros(()) for _ in range(4))
 
     def _axes(self) -> tuple[list[Tensor], Tensor | None]:
-        """Return what the last forward left of slots that are kept, and of the block."""
+        """Return the last forward's openness of kept slots by axis, and of the whole block."""
         axes = [each.double().cpu() for each in self._gate.chances]
         whole = axes.pop() if self._block.skips else None
         return [a[..., kept] for a, kept in zip(axes, self._kept, strict=True)], whole
 
     def shares(self, axes: Sequence[int]) -> tuple[float, float]:
-        """Return what the last batch needed of a layer's work, by its channels and by the block."""
+        """Return the last batch's share of a layer's MACs, by open channels and by open blocks."""
         found, whole = self._axes()
         means = [each.mean(-1) for each in found]
         of_block = torch.ones((), dtype=torch.float64) if whole is None else whole.squeeze(-1)
@@ -193,7 +193,7 @@ class _Seen:
         return float(own.mean()), float(of_block.mean())
 
     def add(self) -> None:
-        """Take in what the last forward left."""
+        """Add the last forward's open channels to the counts."""
         axes, whole = self._axes()
         if whole is not None:
             axes = [each * whole for each in axes]
@@ -204,7 +204,7 @@ class _Seen:
         self._sum = self._sum + opened.sum(0)
 
     def opened(self, examples: int) -> Opened:
-        """Return all that was seen, of so many examples."""
+        """Return the block's open shares over all ``examples``."""
         return Opened(
             self._block.path,
             float(self._sum.mean()) / examples,

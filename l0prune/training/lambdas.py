@@ -47,9 +47,9 @@ class Lambda:
 
     @staticmethod
     def of(value: LambdaLike, n: int | None = None) -> Lambda:
-        """λ from a number, a text, or a mapping from globs to either.
+        """Parse λ from a number, a text, or a mapping from globs to either.
 
-        Axes that nothing names have λ = 0: they cost nothing, so their gates are free to stay.
+        Axes that no rule names have λ = 0, unless a default is given: their parameters are free.
         """
         if isinstance(value, Lambda):
             return value
@@ -86,7 +86,7 @@ def _parse(text: str, n: int | None) -> Lambda:
 
 @lru_cache(maxsize=256)  # a training loop asks for the same number at every step
 def _value(expression: float | str, n: int | None) -> float:
-    """One λ, checked."""
+    """Evaluate and check one λ."""
     text = str(expression).strip()
     try:
         tree = ast.parse(text, mode="eval").body
@@ -107,7 +107,7 @@ def _value(expression: float | str, n: int | None) -> float:
 
 
 def _evaluate(node: ast.expr, text: str, n: int | None) -> float:
-    """The value of an arithmetic expression; nothing else is ever evaluated."""
+    """Return the value of an arithmetic expression; any other syntax is a UsageError."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return float(number)

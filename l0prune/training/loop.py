@@ -43,7 +43,7 @@ def facts_of(
     device: torch.device,
     preprocessing: Preprocessing | None = None,
 ) -> dict[str, Any]:
-    """Settings, phases in steps, the command, versions, machine and data; plain data."""
+    """Return settings, phases, command, versions, machine and preprocessing as plain data."""
     return {
         "epochs": settings.epochs,
         "steps": phases.total,
@@ -57,12 +57,12 @@ def facts_of(
     }
 
 
-# A terminal and torchrun both hand Ctrl-C on to each process.
+# Signals within this time are one: a terminal and torchrun both pass Ctrl-C on to each process.
 _ECHO = 10.0  # seconds
 
 
 class Interrupt:
-    """Remembers a signal until somebody asks; all processes of ``world`` stop together."""
+    """Deferred signal, raised by ``check`` in all processes of ``world`` together."""
 
     def __init__(self, world: World = ALONE) -> None:
         self._world = world
@@ -78,9 +78,9 @@ class Interrupt:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Within the context a first signal is remembered and a second one acts as ever.
+        """Defer the first signal within the context; a second one acts as usual.
 
-        Only the main thread can do this; in another one signals act as ever.
+        Only the main thread can do this; in other threads signals act as usual.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -103,15 +103,15 @@ class Interrupt:
             signal.raise_signal(number)
 
     def _release(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
-            # A handler that was not installed from Python is None, and cannot be put back.
+            # A handler that was not installed from Python is None, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
 
 class Loop:
-    """One run of a model that is on its device and in the mode in which it trains."""
+    """Training run of a model that is already on its device and in its training mode."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Loop:
         self._rng_of_epoch: rng.State | None = None
 
     def go_on_from(self, state: Checkpoint) -> None:
-        """Take up a run where ``state`` left it."""
+        """Resume the run from the checkpoint ``state``."""
         put_back(self._model, state.model)
         self._epoch, self._step = state.epoch, state.step
         self._stepper.load(state)
@@ -169,7 +169,7 @@ class Loop:
         return Meter(forgiving=forgiving, loss=loss, penalty=penalty, count=count, world=world)
 
     def run(self) -> None:
-        """All epochs that are left; then the model is the one that was measured last."""
+        """Train the remaining epochs, and leave the model as it was last measured."""
         folder, curves = self._folder, self._settings.tensorboard
         phases = self._stepper.phases
         fingerprint = self._fingerprint
@@ -209,7 +209,7 @@ class Loop:
             self._average.install()
 
     def _examine(self) -> None:
-        """Say what is wrong before the first step."""
+        """Report problems that are known before the first step."""
         if self._pruner is not None:
             self._complain(self._pruner.doctor.before(self._stepper.optimizers))
         if (teacher := self._stepper.teacher) is not None:
@@ -217,7 +217,7 @@ class Loop:
                 self._complain(teacher.before(self._feed, self._device, self._settings.autocast))
 
     def note(self, text: str) -> None:
-        """Tell the user."""
+        """Show a message to the user."""
         self._display.note(text)
 
     @property
@@ -226,7 +226,7 @@ class Loop:
         return self._epoch * self._feed.steps + self._step
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches of this epoch that are left."""
+        """Return the remaining batches of this epoch."""
         own = self._feed.generators()
         now = rng.capture(self._device, own)
         if self._rng_of_epoch is None:
@@ -241,7 +241,7 @@ class Loop:
         return batches
 
     def _train_epoch(self) -> None:
-        """The steps of this epoch that are left."""
+        """Run the remaining steps of this epoch."""
         batches = self._batches()
         began = time.perf_counter() - self._seconds
         for batch in batches:
@@ -261,7 +261,7 @@ class Loop:
             )
 
     def _measured(self) -> Record:
-        """The record of the epoch: its means, and the averaged model in eval mode."""
+        """Return the epoch's record: mean losses, and tests of the averaged model in eval mode."""
         self._agree_on_buffers()
         self._check_weights()
         loss, penalty = self._meter.means()
@@ -302,7 +302,7 @@ class Loop:
             return self._tested()
 
     def _tested(self) -> dict[str, float]:
-        """Loss and metric on the test data, where there are some."""
+        """Return loss and metric on the test data; empty without test data."""
         if self._task.test is None:
             return {}
         feed, autocast = self._feed, self._settings.autocast
@@ -318,7 +318,7 @@ class Loop:
 
     @property
     def _phase(self) -> str:
-        """The phase of the step that was done last."""
+        """Phase of the last step that is done."""
         return self._stepper.phases.at(self._done - 1) if self._pruner is not None else "dense"
 
     def _recalibrate(self) -> None:
@@ -329,14 +329,14 @@ class Loop:
             self._average.adopt(buffers)
 
     def _agree_on_buffers(self) -> None:
-        """Running statistics, and averages of them, are from here on the same in all processes."""
+        """Average running statistics, and their moving averages, over all processes."""
         average_buffers(self._model.buffers(), self._world)
         if self._average is not None:
             average_buffers(self._average.buffers(), self._world)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Within the context the model has its averaged values."""
+        """Give the model its averaged values within the context."""
         if self._average is None:
             yield
             return
@@ -359,7 +359,7 @@ class Loop:
         self._world.first_alone(lambda: phases.done(self.history))
 
     def _leave(self) -> str:
-        """Write the checkpoint, leave the averaged model, and say how to go on."""
+        """Write the checkpoint, install the averaged model, and return how to go on."""
         self._agree_on_buffers()
         self._check_weights()
         self._save(leaves_it=True)
@@ -371,7 +371,7 @@ class Loop:
         return f"{where}; the checkpoint is in {self._folder}, and resume=True goes on from there"
 
     def _save(self, *, leaves_it: bool) -> None:
-        """Write the checkpoint; ``leaves_it`` if the model is left as it is averaged now."""
+        """Write the checkpoint; ``leaves_it`` if the run leaves the model with its averages now."""
         if self._folder is None:
             return
         models = [self._started_from]
@@ -401,11 +401,11 @@ class Loop:
         self._world.first_alone(lambda: state.write(folder))
 
     def _in_whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the cut model as those of the whole one."""
+        """Expand tensors of a cut model to those of the whole one."""
         return tensors if self._pruner is None else self._pruner.compaction.in_whole(tensors)
 
     def _look(self) -> None:
-        """Fetch the losses since the last time, and stop if one is no number."""
+        """Fetch the losses since the last call, and raise an error if one is nan or inf."""
         try:
             mean = self._meter.look()
         except NotFinite as error:
@@ -414,7 +414,7 @@ class Loop:
             self._display.loss(mean)
 
     def _check_weights(self) -> None:
-        """Stop if a parameter is no number, before anything is written that is no good."""
+        """Raise an error if a parameter is nan or inf, before such weights are saved."""
         learned = ((n, to_local(p)) for n, p in self._model.named_parameters() if p.requires_grad)
         bad = next((name for name, p in learned if not bool(torch.isfinite(p).all())), None)
         for name in self._world.gather(bad):

@@ -1,4 +1,4 @@
-"""Optimizers: made from settings, of the gates alone, and their states when a model is cut."""
+"""Optimizers from settings and for gates alone, and their states when a model is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Optimizers = Sequence[Optimizer]
 
 
 def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
-    """The optimizer that the settings name, over these groups; Adam for gates beside SGD."""
+    """Return the optimizers that settings name, over these groups; Adam for gates beside SGD."""
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("nothing of this model learns: all its parameters are frozen")
     if callable(settings.optimizer):
@@ -40,7 +40,7 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     gates = [group for group in groups if group.get("name") == "gates"]
     made: list[Optimizer] = []
     if weights:
-        # Torch's fused SGD has no way with shards yet.
+        # torch's fused SGD does not support sharded tensors yet.
         fuses = fused and not any(map(is_sharded, parameters))
         made.append(SGD(weights, lr=settings.lr, momentum=settings.momentum, fused=fuses))
     if gates:
@@ -69,7 +69,7 @@ def _can_fuse(parameter: torch.Tensor) -> bool:
 
 
 class Schedule:
-    """Sets the weights' rate from the fraction of the steps that are done; that of gates stays."""
+    """Schedule of the weights' rate by the fraction of steps done; gates keep their rate."""
 
     def __init__(self, settings: Settings, optimizers: list[Optimizer], phases: Phases) -> None:
         self._factor = _factor(settings.schedule, 1 - phases.settle / phases.total)
@@ -78,18 +78,18 @@ class Schedule:
         self._base = [group["lr"] for group in self._groups()]
 
     def _groups(self) -> Groups:
-        """Return the groups of now: an optimizer that loads a state replaces them."""
+        """Return the present groups: an optimizer that loads a state replaces them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
-        """The rates of step number ``step``, from 0."""
+        """Set the rates of step number ``step``, from 0."""
         factor = self._factor(step / self._total)
         for group, base in zip(self._groups(), self._base, strict=True):
             group["lr"] = base if group.get("name") == "gates" else base * factor
 
 
 def _factor(schedule: str | Callable[[float], float], pruned: float) -> Callable[[float], float]:
-    """From the fraction of the steps done to a factor; pruning ends at fraction ``pruned``."""
+    """Return a function from the fraction of steps done to a factor; pruning ends at ``pruned``."""
     if callable(schedule):
         return schedule
     if schedule == "constant":
@@ -109,12 +109,12 @@ _taken: dict[int, ref[OwnOptimizer]] = {}  # by the parameter's id
 
 
 class OwnOptimizer:
-    """Adam for the gates' parameters, whose gradient nobody else sees.
+    """Adam for the gates' parameters, whose gradients are hidden from other optimizers.
 
-    Backward puts the gradient aside and leaves zeros, which change no norm that the weights are
-    clipped by. ``hand_over`` brings it back when the step is due; after ``step`` there is none, so
-    that an optimizer that holds ``log_alpha``, too, neither moves nor decays it. The newest one of
-    a parameter counts, and none that its run has let go of.
+    Backward stores the gradient and leaves zeros, which do not change the norm that weights are
+    clipped by. ``hand_over`` restores it when the step is due; after ``step`` it is None, so that
+    another optimizer that holds ``log_alpha`` neither moves nor decays it. Only the newest one of
+    a parameter is active, and none that its run has dropped.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> None:
@@ -122,7 +122,7 @@ class OwnOptimizer:
         self._is_fused = all(map(_can_fuse, parameters))
         self._adam = Adam(self._parameters, lr=lr, fused=self._is_fused, **options)
         self._aside: dict[int, Tensor] = {}
-        self._is_due = False  # what comes now is the penalty's
+        self._is_due = False  # from hand_over to step, when gradients are the penalty's
         free(self._parameters)
         self._hooks = [
             each.register_hook(_asking(ref(self), id(each))) for each in self._parameters
@@ -130,7 +130,7 @@ class OwnOptimizer:
         _taken.update({id(each): ref(self) for each in self._parameters})
 
     def put_aside(self, of: int, gradient: Tensor) -> Tensor:
-        """Keep the gradient of the parameter with this id for the step, and leave zeros."""
+        """Store the gradient of the parameter with this id for the step, and return zeros."""
         if self._is_due:
             return gradient
         known = self._aside.get(of)
@@ -138,11 +138,11 @@ class OwnOptimizer:
         return torch.zeros_like(gradient)
 
     def is_of(self, parameter: nn.Parameter) -> bool:
-        """Return whether this is one that it moves."""
+        """Return whether this optimizer holds the parameter."""
         return any(each is parameter for each in self._parameters)
 
     def hand_over(self) -> None:
-        """Let the parameters have their gradients, the means over all processes."""
+        """Restore the parameters' stored gradients, as means over all processes."""
         for each in self._parameters:
             gradient = self._aside.pop(id(each), None)
             gradient = torch.zeros_like(each) if gradient is None else gradient
@@ -153,7 +153,7 @@ class OwnOptimizer:
         self._is_due = True
 
     def step(self, scale: float | Tensor = 1.0) -> None:
-        """Move the gates by their gradient without its scale, unless that made it overflow."""
+        """Take a step by the unscaled gradients, unless they overflowed."""
         finite = []
         for each in self._parameters:
             if each.grad is not None:
@@ -166,9 +166,9 @@ class OwnOptimizer:
         self._is_due = False
 
     def _step_where(self, is_finite: Tensor) -> None:
-        """Take a step if this is true, by a kernel that asks for it without a wait for the device.
+        """Take a step if ``is_finite``; fused Adam checks it without device synchronisation.
 
-        It is told as torch's GradScaler tells it.
+        The flag is passed as ``found_inf``, as by torch's GradScaler.
         """
         if not self._is_fused:
             if bool(is_finite):
@@ -181,21 +181,21 @@ class OwnOptimizer:
             del self._adam.found_inf  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Let backward leave the gradients where they were."""
+        """Remove the hooks, so that backward no longer hides the gradients."""
         for hook in self._hooks:
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Adam's."""
+        """Return Adam's state."""
         return self._adam.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         self._adam.load_state_dict(state)
 
 
 def free(parameters: Iterable[nn.Parameter]) -> None:
-    """Let backward leave the gradients of these where they are, whoever put them aside before."""
+    """Release these parameters from any ``OwnOptimizer`` that hides their gradients."""
     for each in parameters:
         known = _taken.pop(id(each), None)
         found = None if known is None else known()
@@ -204,7 +204,7 @@ def free(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _asking(owner: ref[OwnOptimizer], of: int) -> Callable[[Tensor], Tensor]:
-    """A hook that does nothing once its optimizer is gone."""
+    """Return a hook that does nothing once its optimizer is deleted."""
 
     def hook(gradient: Tensor) -> Tensor:
         found = owner()
@@ -218,15 +218,15 @@ States = Mapping[int, Mapping[str, Any]]  # by the parameter's id
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, where this is what a framework has put around it."""
+    """Return the optimizer inside of a framework's wrapper, or the one given."""
     inner = getattr(optimizer, "optimizer", None)
     return bare(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
-    """Raise UsageError where a state is not of its parameter's shape, nor a single number.
+    """Raise UsageError if a state is neither of its parameter's shape nor a single number.
 
-    An optimizer may keep what it knows of all of its parameters with one that is not cut.
+    An optimizer may keep a state for all of its parameters with one that is not cut.
     """
     for optimizer in optimizers:
         parameters = list(_parameters(optimizer))
@@ -236,7 +236,7 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
 
 
 def _check_state(optimizer: Optimizer, parameter: Tensor, place: Place | None) -> None:
-    # A checkpoint from after the cut has it as it is then.
+    # A checkpoint from after the cut has the cut shape.
     shapes = (parameter.shape,) if place is None else (place.shape, place.small)
     for name, value in optimizer.state.get(parameter, {}).items():
         is_number = value is None or isinstance(value, bool | int | float)
@@ -251,7 +251,7 @@ def _check_state(optimizer: Optimizer, parameter: Tensor, place: Place | None) -
 def check_held(
     optimizers: Sequence[Optimizer], places: Places, named: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raise UsageError where a parameter that is cut may learn by none of these optimizers."""
+    """Raise UsageError if a trainable parameter that is cut is held by none of the optimizers."""
     held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
     for name, parameter in named:
         if parameter.requires_grad and id(parameter) in places and id(parameter) not in held:
@@ -262,16 +262,16 @@ def check_held(
 
 
 def cut_states(optimizers: Sequence[Optimizer], places: Places) -> None:
-    """Leave of each state, in place, what belongs to what is left of its parameter."""
+    """Cut each state, in place, to the part that is left of its parameter."""
     for _, place, state in _states(optimizers, places):
         _change(state, partial(_left, place))
 
 
 def whole_states(optimizers: Sequence[Optimizer], places: Places, rest: States) -> None:
-    """Make them whole, in place.
+    """Expand the states of cut parameters to their whole sizes, in place.
 
-    ``rest`` are whole states, by the parameter's id, that hold what was cut off; of others it is
-    zeros, as nothing is remembered of it.
+    ``rest`` are whole states, by the parameter's id, with values for the elements that were cut
+    off; without one these are zeros.
     """
     for key, place, state in _states(optimizers, places):
         known = rest.get(key, {})
@@ -284,9 +284,9 @@ def whole_states(optimizers: Sequence[Optimizer], places: Places, rest: States) 
 
 
 def _fill_momentum(optimizer: SGD, places: Places) -> None:
-    """Momentum of what was gone before the first step is 0, as that of what was closed is.
+    """Set the momentum of parameters that were removed before the first step to 0.
 
-    torch's fused SGD takes no parameters of which some have a buffer and others have none yet.
+    torch's fused SGD rejects groups in which only some parameters have a buffer.
     """
     for group in optimizer.param_groups:
         if not group["momentum"] or not any(optimizer.state.get(p) for p in group["params"]):
@@ -297,13 +297,13 @@ def _fill_momentum(optimizer: SGD, places: Places) -> None:
 
 
 def exchange(optimizers: Optimizers, parameters: Mapping[int, nn.Parameter]) -> None:
-    """Let optimizers hold other parameters, with the states of those in whose places they come.
+    """Replace parameters in optimizers, and move their states to the new ones.
 
-    A tensor of a state that is as large as its parameter is in shards where that is, else whole.
+    A state tensor of its parameter's shape is sharded if the new parameter is, else whole.
 
     Args:
         optimizers: changed in place.
-        parameters: new ones, by the ids of those whose places they take.
+        parameters: new ones, by the ids of those that they replace.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -324,14 +324,14 @@ def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def saved_whole(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> None:
-    """Make what an optimizer's ``state_dict`` gave, in place, that of whole parameters."""
+    """Expand an optimizer's ``state_dict``, in place, to that of whole parameters."""
     for _, place, number, state in _saved(optimizer, saved, places):
         saved["state"][number] = changed = dict(state)
         _change(changed, partial(_put, place))
 
 
 def saved_cut(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> States:
-    """Cut what ``load_state_dict`` is given, in place, to what is left; return the whole states."""
+    """Cut a ``state_dict`` to be loaded, in place, to present sizes; return the whole states."""
     saved["state"] = dict(saved["state"])
     whole = {}
     for key, place, number, state in _saved(optimizer, saved, places):
@@ -360,7 +360,7 @@ def _change(state: dict[str, Any], change: Callable[[Tensor], Tensor]) -> None:
 def _states(
     optimizers: Sequence[Optimizer], places: Places
 ) -> Iterator[tuple[int, Place, dict[str, Any]]]:
-    """The states of parameters that are cut, by their ids."""
+    """Yield id, place and state of each parameter that is cut."""
     for optimizer in optimizers:
         for parameter in _parameters(optimizer):
             if id(parameter) in places:
@@ -371,7 +371,7 @@ def _states(
 def _saved(
     optimizer: Optimizer, saved: dict[str, Any], places: Places
 ) -> Iterator[tuple[int, Place, Any, dict[str, Any]]]:
-    """Yield the saved states of parameters that are cut, with their numbers."""
+    """Yield id, place, number and saved state of each parameter that is cut."""
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
         if id(parameter) in places and number in saved["state"]:

@@ -4,7 +4,7 @@ Under a spike-and-slab prior over weights and gates the variational free energy 
 
     F = E_q(z)[−log p(D|θ, z)] + Σ KL(q(z)‖p(z)) + Σ q(z ≠ 0)·KL(q(θ|z ≠ 0)‖p(θ|z ≠ 0)),
 
-one divergence for each gate and one for each weight that is there. λ·E‖θ‖₀ stands for the last
+one divergence for each gate and one for each weight that is there. λ·E‖θ‖₀ replaces the last
 sum: with the weights at a point, each costs the same number of nats, λN where the loss is the
 mean over N examples (eq. 21; eq. 22 drops the gates' own divergence as well, as a bound). A
 Gaussian slab of variance τ² and a posterior of standard deviation r·τ around the weight W make
@@ -53,14 +53,14 @@ class HasDivergence(Protocol):
 
 
 class Divergence:
-    """Σ KL(q(z)‖p(z)) over the gates of one plan, with the priors worked out once."""
+    """Σ KL(q(z)‖p(z)) over the gates of one plan, with the priors' log α cached."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._priors: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
     def total(self, log_alpha: Tensor, gate: Gate, prior: Prior) -> Tensor:
-        """The sum in nats, a scalar of the dtype of ``log_alpha`` that autograd can differentiate.
+        """Return the sum in nats, a differentiable scalar of the dtype of ``log_alpha``.
 
         Axes that no glob of a prior matches have none, and their gates add nothing.
         """
@@ -90,7 +90,7 @@ class Divergence:
         return gate.divergence(own, at).sum().to(log_alpha.dtype)
 
     def _worked_out(self, gate: Gate, prior: Prior) -> tuple[Tensor, Tensor]:
-        """The gates that have a prior, and its log α for each of them."""
+        """Return the numbers of the gates with a prior, and its log α for each of them."""
         chosen: list[int] = []
         at: list[float] = []
         given = per_axis(self._plan, prior, None, "prior")
@@ -105,17 +105,17 @@ Counting = Literal["joint", "groups"]
 
 
 class ExpectedSquares:
-    """Σ P(weight is there)·W² of a model, with all that the values do not change worked out."""
+    """Σ P(weight is there)·W² of a model, with everything that is constant over steps cached."""
 
     def __init__(self, plan: Plan, kept: Tensor | None = None) -> None:
         self._plan, self._kept = plan, kept
         self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
 
     def total(self, root: nn.Module, p: Tensor, counting: Counting) -> Tensor:
-        """Σ P(weight is there)·W² over the trainable parameters of ``root`` but those of gates.
+        """Return Σ P(weight is there)·W² over the trainable weights of ``root``.
 
-        Those gates decide that are on all sides (``"joint"``), or that multiply the weight
-        (``"groups"``); p are their open probabilities, flat.
+        A weight is there if the gates on all its sides are open (``"joint"``), or those that
+        multiply it (``"groups"``); p are the gates' open probabilities, flat.
         """
         padded = torch.cat([p, p.new_ones(1)])
         total = p.new_zeros(())
@@ -134,7 +134,7 @@ class ExpectedSquares:
         return self._chances[key]
 
     def _table(self, name: str, dim: int, layout: Layout) -> Tensor:
-        """The gates at each position that is left of a parameter's dim."""
+        """Return the gates at each remaining position of a parameter's dim."""
         table, kept = self._plan.gate_table(layout), self._kept
         if kept is None:
             return table
@@ -142,7 +142,7 @@ class ExpectedSquares:
         return table[:, self._plan.mask(dims[dim], kept)]
 
     def _sides(self, name: str, counting: Counting) -> list[tuple[int, Layout]]:
-        """The dims of a parameter whose gates decide whether its elements are there."""
+        """Return the dims of a parameter whose gates decide whether its elements are there."""
         if counting == "groups":
             return [(site.dim, site.layout) for site in self._plan.sites if site.tensor == name]
         dims = enumerate(self._plan.tensors.get(name, ()))
@@ -153,7 +153,7 @@ class _Chance:
     """The probability that an element of one parameter is there: all its gates are open."""
 
     def __init__(self, sides: Sequence[tuple[int, Tensor]], one: int, device: torch.device) -> None:
-        """From the dims with gates; ``one`` stands for no gate in their tables."""
+        """Build from tables of the dims with gates, where the number ``one`` means no gate."""
         self._dims = sorted({dim for dim, _ in sides})
         tables = []
         for dim, table in sides:
@@ -168,7 +168,7 @@ class _Chance:
             self._factors.append(gates.T.reshape(-1, *shape).to(device))
 
     def sum(self, square: Tensor, padded: Tensor) -> Tensor:
-        """Σ chance·square; ``padded`` holds the open probabilities and a 1 at the end."""
+        """Return Σ chance·square; ``padded`` holds the open probabilities and a 1 at the end."""
         others = [dim for dim in range(square.dim()) if dim not in self._dims]
         compact = full_tensor(square.sum(others) if others else square)
         for gates in self._factors:
@@ -178,12 +178,12 @@ class _Chance:
 
 
 def _numbers(parameter: Tensor) -> Tensor:
-    """The parameter; a complex one with a last dim of real and imaginary parts."""
+    """Return the parameter; a complex one with a last dim of real and imaginary parts."""
     return torch.view_as_real(parameter) if parameter.is_complex() else parameter
 
 
 def _sharing(tables: Sequence[Tensor], one: int) -> list[list[Tensor]]:
-    """The tables in groups that have no gate in common, so that chances multiply."""
+    """Group the tables such that groups share no gate, and their probabilities multiply."""
     groups: list[tuple[set[int], list[Tensor]]] = []
     for table in tables:
         gates = set(torch.unique(table).tolist()) - {one}
@@ -204,7 +204,7 @@ def penalty(
     l2_detach: bool = False,
     prior: Prior | None = None,
 ) -> Tensor:
-    """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
+    """Return λ·E‖θ‖₀, the expected price of the model's parameters, to add to the loss.
 
     Input gates (``add_input_gates``) pay, too, after a forward in training mode.
 
@@ -246,7 +246,7 @@ def penalty_of_gates(
     l2_detach: bool = False,
     prior: Prior | None = None,
 ) -> Tensor:
-    """Return ``penalty`` without what input gates pay."""
+    """Return ``penalty`` without the input gates' part."""
     if counting not in ("joint", "groups"):
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
     check_number("l2", l2)
@@ -273,7 +273,7 @@ def penalty_of_gates(
 def param_groups(
     model: nn.Module, lr: float = 1e-3, gate_lr: float = 0.1, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups for any optimizer: weights with decay, gates at their own rate without.
+    """Return parameter groups: weights with weight decay, gates at ``gate_lr`` and without decay.
 
     The groups carry a ``"name"``: ``"weights"`` and ``"gates"``. Frozen parameters are left out.
 
@@ -290,14 +290,14 @@ def param_groups(
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[None]:
-    """Keeps counts out of an autocast; where there is none, it costs nothing."""
+    """Return a context that turns an enabled autocast off, so that counts are exact."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 class _Prices:
-    """The penalty of one plan, with all that does not change from step to step worked out."""
+    """Penalty of one plan, with everything that is constant over steps cached."""
 
     def __init__(self, plan: Plan, kept: Tensor | None) -> None:
         self.plan, self.kept = plan, kept
@@ -308,7 +308,7 @@ class _Prices:
         self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}
 
     def penalty(self, p: Tensor, lam: Lambda, counting: Counting) -> Tensor:
-        """λ·E‖θ‖₀ at open probabilities ``p``; a scalar of p's dtype."""
+        """Return λ·E‖θ‖₀ at open probabilities ``p``; a scalar of p's dtype."""
         if counting == "groups":
             return torch.dot(p, self._groups(lam, p))
         return self._cost.expected(p, "params", self._axes(lam), p.dtype)
@@ -319,14 +319,14 @@ class _Prices:
         return self._per_axis[lam]
 
     def _groups(self, lam: Lambda, p: Tensor) -> Tensor:
-        """λ·|g| of each gate."""
+        """Return λ·|g| of each gate."""
         key = (lam, p.device)
         if key not in self._per_gate:
             self._per_gate[key] = group_weights(self.plan, self._axes(lam)).to(p)
         return self._per_gate[key]
 
 
-# The compiled prices of each bank; they go with it, and are no part of what it saves.
+# Cached prices of each bank; they are deleted with the bank, and not saved with it.
 _of_bank: WeakKeyDictionary[Gates, _Prices] = WeakKeyDictionary()
 
 

@@ -23,7 +23,7 @@ class Phases:
     Attributes:
         total: all steps of the run.
         warmup: steps of warm-up, in which λ rises from 0 in a straight line.
-        settle: steps at the end in which the gates stand at their eval values and λ is off.
+        settle: steps at the end in which the gates are fixed at their eval values and λ is off.
     """
 
     total: int
@@ -36,7 +36,7 @@ class Phases:
     ) -> Phases:
         """Phases of a run of ``total`` steps; ``warmup`` and ``settle`` None for the default part.
 
-        ``least`` is the number of steps in which the gates have to stand, whatever is asked.
+        ``least`` is the smallest number of settling steps, whatever ``settle`` is.
         """
         rise = round(total * WARMUP) if warmup is None else warmup
         rest = max(least, round(total * SETTLE) if settle is None else settle)
@@ -49,13 +49,13 @@ class Phases:
 
     @staticmethod
     def settling(epochs: int, steps_per_epoch: int) -> Phases:
-        """Phases of a run in which the gates stand from the first step on."""
+        """Phases of a run whose gates are fixed from the first step on."""
         total = epochs * steps_per_epoch
         return Phases(total, 0, total)
 
     @staticmethod
     def dense(epochs: int, steps_per_epoch: int) -> Phases:
-        """Phases of a run without gates: all of it is one."""
+        """Phases of a run without gates: a single one."""
         return Phases(epochs * steps_per_epoch, 0, 0)
 
     @property
@@ -76,11 +76,11 @@ class Phases:
         return min(1.0, step / self.warmup) if self.warmup else 1.0
 
     def learned(self, step: int) -> float:
-        """The part of the steps in which gates learn that is done before this one, from 0 to 1."""
+        """Return the fraction of the gates' learning steps that are done before this step."""
         return min(1.0, step / self.learning) if self.learning else 1.0
 
     def begins_to_settle(self, step: int) -> bool:
-        """Return whether the gates stand from this step on; without settling, after the last."""
+        """Return whether the gates are fixed from this step on; if nothing settles, at the end."""
         return step == self.total - self.settle
 
 

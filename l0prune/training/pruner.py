@@ -29,7 +29,7 @@ from l0prune.training.standing import Standing
 from l0prune.training.start import init_gates_from
 from l0prune.training.wrapping import Wrap, Wrapping
 
-_CALLS = 3  # of one method without the other, after which it is said
+_CALLS = 3  # of one method without the other, after which a warning is given
 _NO_AFTER = (
     f"pruner.before_step() was called {_CALLS} times without pruner.after_step(): the run stays at "
     "its first step, and the gates never meet the budget. Call after_step() after each step of the "
@@ -46,7 +46,7 @@ _NO_BEFORE = (
 
 
 def _unfinished(pruner: ref[Pruner], open_: Tensor) -> str:
-    """Warning of gates whose loop has ended before its last step, over the budget; else empty."""
+    """Return a warning if gates of an unfinished run exceed the budget; else an empty string."""
     run = pruner()
     if run is None or run.budget is None or not (run.step or run._pending):
         return ""
@@ -59,7 +59,7 @@ def _unfinished(pruner: ref[Pruner], open_: Tensor) -> str:
 
 
 class Pruner(GateRun):
-    """All that is about gates in a run: phases, λ or budgets, annealing, fitting, and warnings.
+    """Training of gates in any loop: phases, λ or budgets, annealing, fitting, and warnings.
 
     In a training loop of your own::
 
@@ -72,35 +72,35 @@ class Pruner(GateRun):
             pruner.after_step()
             optimizer.zero_grad()
 
-    First λ warms up, then the network is pruned; at the end the gates stand, after the last of
+    First λ warms up, then the network is pruned; at the end the gates are fixed, after the last of
     them were opened and closed so that an export just meets the budgets, and the weights settle.
 
-    The gates learn by an optimizer of their own, so that clipping, weight decay and schedules of
-    learning rates do not reach them. Where something else makes the optimizer, over whatever
+    The gates learn by a separate optimizer, so that clipping, weight decay and schedules of
+    learning rates do not reach them. Where other code makes the optimizer, over whatever
     parameters, ``take_gates()`` does the same.
 
-    With ``learn="gates"`` the weights, and the statistics of BatchNorm, stand until the last step
-    or ``finish()``: the loop has no optimizer, and calls ``before_step()`` and ``after_step()``.
+    With ``learn="gates"`` the weights and BatchNorm statistics are frozen until the last step or
+    ``finish()``: the loop has no optimizer, and calls ``before_step()`` and ``after_step()``.
 
     Attributes:
         model: the gated model.
         gates: its bank.
         phases: where each phase ends, in steps.
         step: optimizer steps that are done.
-        compaction: the cut of the model, while its gates stand or learn.
-        say: what is called with the text of a warning.
-        doctor: says what is wrong with the gates.
+        compaction: the cut of the model, while its gates are fixed or learn.
+        say: function called with the text of each warning.
+        doctor: diagnoses of gates that do not learn or close as they should.
 
     Args:
         model: a gated model.
         steps: optimizer steps of the whole run.
         n: N, the number of training examples, for λ that is written in it, and for ``prior``.
         warmup: steps over which λ rises from 0, by default 5 % of them.
-        settle: steps at the end in which the gates stand, by default 30 %.
-        wrap: where several processes train the model, what puts it into DDP or FSDP2, such as
+        settle: steps at the end in which the gates are fixed, by default 30 %.
+        wrap: where several processes train the model, function that wraps it in DDP or FSDP2, as
             ``lambda model: DistributedDataParallel(model)``: called with the plain model, before
             the first step and after each cut. The loop then calls ``pruner.network``.
-        say: what is called with each warning's text; by default it is a Python warning.
+        say: function called with each warning's text; by default it is a Python warning.
         **settings: see ``GateSettings``.
 
     Raises:
@@ -122,7 +122,7 @@ class Pruner(GateRun):
         say: Callable[[str], None] | None = None,
         **settings: Unpack[GateKeywords],
     ) -> None:
-        gates_of(model)  # a model without any is said before what is wrong with the settings
+        gates_of(model)  # raise NotGated before errors of settings
         known = GateSettings.of(settings)
         phases = _phases(known, steps, warmup, settle)
         compact = known.compact if "compact" in settings else "never"
@@ -151,8 +151,8 @@ class Pruner(GateRun):
     def network(self) -> nn.Module:
         """The network that a loop with ``wrap`` calls: in DDP or FSDP2, made anew after each cut.
 
-        Without ``wrap``, and after the last step, the model itself. The model should be where it
-        is trained before this is first asked for.
+        Without ``wrap``, and after the last step, the model itself. The model should be on its
+        training device before this is first read.
         """
         return self.model if self._wrapping is None else self._wrapping.put_on()
 
@@ -168,10 +168,10 @@ class Pruner(GateRun):
         device: str | torch.device = "auto",
         seed: int = 0,
     ) -> str:
-        """Before the first step: let gates start from what some batches of data tell, in place.
+        """Initialise the gates in place, before the first step, by scores on batches of data.
 
-        What ``finetune`` does by itself: under a budget each gate starts the further open the more
-        its slot matters, and what matters least, half of the way to the budget, is closed at once.
+        As ``finetune`` does by default: under a budget a gate starts the further open the more its
+        slot matters, and the slots that matter least, half of the way to it, are closed at once.
 
         Args:
             data: what ``finetune`` takes; its training part is used.
@@ -180,16 +180,16 @@ class Pruner(GateRun):
             at_once: the former name of ``oneshot_fraction``, deprecated.
             loss: see ``Task``; None for that of the data, or ``"auto"``.
             batch_size: examples a batch, where the data lets us choose.
-            device: where to look at the data, as for ``finetune``.
-            seed: of its order.
+            device: to compute scores on, as for ``finetune``.
+            seed: of the order of the data.
 
         Returns:
-            What was done, in words; empty where all stays as it was: as by default without a
-            budget, or where gates have moved before.
+            A description of the change; empty without one: by default without a budget, or where
+            gates have moved before.
 
         Raises:
             UsageError: the run has begun, a setting makes no sense, the weights are in shards, or
-                a score that is named cannot be told of this data.
+                a score that is named cannot be computed on this data.
             DataError: the data is empty, or nothing to learn from.
         """
         if self._penalty is not None:
@@ -224,7 +224,7 @@ class Pruner(GateRun):
         return begun.said
 
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups for any optimizer, which hold the weights alone: the gates are taken."""
+        """Return the weights' groups for any optimizer; ``take_gates`` is called for the gates."""
         if self._standing is not None:
             raise UsageError(
                 "with learn='gates' no weights learn, so that there is nothing for an optimizer: "
@@ -236,9 +236,9 @@ class Pruner(GateRun):
         return [group for group in groups if group["name"] != "gates"]
 
     def take_gates(self) -> None:
-        """From here on the gates learn by an optimizer of their own, inside ``before_step``.
+        """Train the gates by a separate optimizer, inside ``before_step``, from now on.
 
-        Any other that holds ``log_alpha`` finds it without a gradient, and leaves it alone.
+        Any other that holds ``log_alpha`` finds it without a gradient, and leaves it unchanged.
 
         Raises:
             UsageError: the gates are frozen.
@@ -259,11 +259,11 @@ class Pruner(GateRun):
         self._own = None
 
     def make_whole(self) -> None:
-        """Give a model that is trained at the size that its gates leave its own size back.
+        """Restore the full size of a model that was cut while it trains.
 
-        What was cut off has its last values, and its gates are closed. After the last step this is
-        done; before it, the model is cut again at the next look. What ``wrap`` has put around it
-        is taken off, until ``network`` is asked for again.
+        Slots that were cut get their last values, and their gates are closed. After the last step
+        this is done; before it, the model is cut again at the next look. The wrapper made by
+        ``wrap`` is removed until ``network`` is read again.
         """
         super().make_whole()
         if self._wrapping is not None:
@@ -272,14 +272,14 @@ class Pruner(GateRun):
     branches_stand = former_method("branches_stand", "freeze_branches")
 
     def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
-        """Once a step, after backward, accumulation and clipping: add the penalty's gradient.
+        """Add the penalty's gradient; once per step, after backward, accumulation and clipping.
 
         Args:
-            *optimizers: those that step next; what is wrong with how they treat the gates is
-                said once. With ``compact`` all that are to follow a cut have to be given: else the
-                network keeps its size, which is said.
-            scale: by which the gradients are multiplied now, where a loss scaler has not yet
-                been undone (``scaler.get_scale()``).
+            *optimizers: those that step next; faults in how they treat the gates are reported
+                once. With ``compact`` all whose states a cut affects have to be given: else the
+                network keeps its size, with a warning.
+            scale: factor on the current gradients, where a loss scaler has not yet been undone
+                (``scaler.get_scale()``).
 
         Returns:
             The penalty, a scalar; None where there is none at this step.
@@ -316,10 +316,10 @@ class Pruner(GateRun):
             self._wrapping.adopt(new)
         self.compaction.follow(optimizers)
         if self._wrapping is not None and new:
-            self._wrapping.adopt(new)  # also what was cut of their states
+            self._wrapping.adopt(new)  # again, with the states that are cut now
 
     def after_step(self) -> None:
-        """After the optimizer's step: go on to the next one."""
+        """Advance the run by one step, after the optimizer's step."""
         self.shrink()
         self.advance()
         self._unprepared += not self._pending
@@ -344,13 +344,13 @@ class Pruner(GateRun):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let weights change again, and put nothing around the model any more."""
+        """Unfreeze the weights, and stop wrapping the model."""
         if self._standing is not None:
             self._standing.release()
         self._wrapping = None
 
     def _look(self) -> None:
-        """Say every few steps what the doctor complains of."""
+        """Report the doctor's complaints every few steps."""
         if not self._is_time_to_look and self.step != self.phases.learning:
             return
         epoch = self.step / self._between_looks
@@ -362,11 +362,11 @@ class Pruner(GateRun):
             self.say(text)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger: shares of the dense counts, and what the budgets are at.
+        """Return numbers for a logger: shares of the dense counts, and the state of the budgets.
 
         ``open`` is the share of slots that an export keeps; ``expected_macs`` and ``macs``, and
-        the same of params and whatever else the budget is about, are the amounts over the gates'
-        noise and those of an export now.
+        the same of params and of each measure in the budget, are the expected amounts over the
+        gates' noise and those of an export now.
         """
         record = self._terms.record()
         found = {"open": sum(record["open"].values()) / max(self.gates.plan.size, 1)}
@@ -382,10 +382,9 @@ class Pruner(GateRun):
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave; the model has its own state already.
+        """Restore the state from ``state_dict``, after the model's state is loaded.
 
-        A model that was trained at the size that its gates leave is so again, and one that was
-        not is whole.
+        A model that was cut when the state was saved is cut again, and one that was not is whole.
 
         Raises:
             UsageError: it is the state of another model or run; then nothing has changed.

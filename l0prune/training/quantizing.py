@@ -1,4 +1,4 @@
-"""Fake quantization over a run: when it is looked for ranges, and when it is on."""
+"""Fake quantization over a run: when ranges are observed, and when it is on."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from l0prune.plan.int8 import Scheme
 from l0prune.running.processes import is_sharded, those_that_train
 from l0prune.training.phases import Phases
 
-_SOONER = 20  # bits that are learned begin after one in so many steps
+_SOONER = 20  # learned bits begin after the steps of the run over this
 _OPEN = 0.99  # P(z ≠ 0) of gates of bits to begin with
 
 
 class Quantizing:
     """Fake quantization of a gated model over the steps of a run.
 
-    It is off while the gates start, on from the middle of the run, and in the settle phase always.
-    Ranges are looked for from half of that way on, and they are known after one step. Bits that are
-    learned take more steps: there it is on after a twentieth of them, with the ranges of these.
+    It is off at first, on from the middle of the run, and always on in the settle phase. Ranges are
+    observed from half of the steps before that on, and known after one. Learned bits take more
+    steps: for them it is on after a twentieth of the steps, with the ranges observed in these.
 
     Args:
-        model: gated and whole. Ranges of an earlier run are forgotten.
+        model: gated and whole. Ranges of an earlier run are dropped.
         phases: of the run.
-        menu: bits of which those of each tensor are learned; empty for eight.
+        menu: bit widths from which that of each tensor is learned; empty for eight bits.
 
     Raises:
         UsageError: the model is captured in parts, its weights are in shards, or it has no layer
@@ -55,14 +55,14 @@ class Quantizing:
         attach_quantizer(root, gates, self._quantizer)
 
     def begin(self, step: int) -> None:
-        """Before a step: be on or off, as the run has it."""
+        """Turn quantization and the observation of ranges on or off, before a step."""
         self._step = step
         self._quantizer.forget()
         self._quantizer.is_observing = self._from <= step < self._until
         self._quantizer.is_on = step >= self._begins
 
     def advance(self) -> None:
-        """After a step, which all processes have done."""
+        """Update the ranges by the values seen in all processes, after a step."""
         if not self._quantizer.is_observing:
             return
         seen, computed, world = self._quantizer.seen, self._quantizer.computed, those_that_train()
@@ -78,13 +78,13 @@ class Quantizing:
         return {"ranges": self._quantizer.ranges.cpu(), "counts": [*self._quantizer.counts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave."""
+        """Restore the state from ``state_dict``."""
         self._quantizer.load(**state)
 
 
 @contextmanager
 def put_back_quantizer(model: nn.Module) -> Iterator[None]:
-    """Give a gated model its former fake quantization back where the context fails."""
+    """Restore a gated model's former fake quantization if the context fails."""
     try:
         root, gates = holder(model)
     except NotGated:
@@ -107,7 +107,7 @@ def put_back_quantizer(model: nn.Module) -> Iterator[None]:
 
 
 def without_quantizer(model: nn.Module) -> None:
-    """Take off what an earlier run has put on: ranges do not last while weights learn without."""
+    """Remove an earlier run's fake quantization, whose ranges expire when weights learn without."""
     root, gates = holder(model)
     detach_quantizer(root, gates)
     gates.clips = None
@@ -116,7 +116,7 @@ def without_quantizer(model: nn.Module) -> None:
 
 
 def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
-    """Return the quantizer of a model, of the kind and with the bits that its last one had."""
+    """Return the quantizer of a model for these bits, with the scheme of its last one, if any."""
     _, gates = holder(root)
     if gates.plan.parts != ("",):
         raise UsageError(
@@ -140,7 +140,7 @@ def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
 
 
 def _add_bits(gates: Gates, scheme: Scheme, menu: Sequence[int]) -> None:
-    """Give a bank gates of bits, all open, so that training begins with the most of the menu."""
+    """Add gates of bits, all open, to a bank: training begins at the largest of the menu."""
     plan = with_bits(gates.plan, scheme, menu)
     start = gates.gate.initial(_OPEN)
     more = gates.log_alpha.new_full((plan.size - gates.plan.size,), start)

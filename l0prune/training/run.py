@@ -44,12 +44,12 @@ OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys(
 
 
 def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
-    """``l0prune.finetune`` without its page."""
+    """Run ``l0prune.finetune`` without the report's page."""
     return _train(model, data, Settings.of(settings), gates_of(model))
 
 
 def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
-    """``l0prune.train_dense`` without its page."""
+    """Run ``l0prune.train_dense`` without the report's page."""
     for name in current_names(settings):
         if name in OF_GATES:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
@@ -122,7 +122,7 @@ def _train_in(
             rng.seed_all(settings.seed, world.rank)
             fingerprint = _fingerprint(settings, feed, world, kind)
             if pruner is not None and (begun.said or trained is not model or device != home):
-                pruner = GateRun(trained, *known)  # whose tensors are where the model is now
+                pruner = GateRun(trained, *known)  # with tensors on the present device
             if pruner is not None and begun.decided and settings.branch_freeze_fraction is None:
                 pruner.freeze_branches()
             loop = Loop(
@@ -151,7 +151,7 @@ def _train_in(
 def _undone(
     model: nn.Module, task: Task, gates: Gates | None, world: World
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the model's tensors, and put back what was found where training fails."""
+    """Yield the model's tensors, and restore model, loss and gates if training fails."""
     # Several processes take all weights from the first one.
     found = checkpoint.snapshot(model, shares_frozen=not world.is_shared)
     learns = task.loss_module
@@ -174,7 +174,7 @@ def _undone(
 
 
 def _fingerprint(settings: Settings, feed: Feed, world: World, kind: Gate | None) -> dict[str, str]:
-    """Return the settings that decide the run's numbers; of a dense run none of gates."""
+    """Return the settings that decide the run's numbers; without gates, none of those of gates."""
     found = checkpoint.fingerprint(settings, feed.task)
     found |= {"N": str(feed.size), "processes": str(world.size)}
     if kind is not None:
@@ -222,7 +222,7 @@ def _prepare(
     fingerprint: dict[str, str],
     world: World,
 ) -> None:
-    """Go on from the folder's checkpoint, or make room for a new run."""
+    """Resume from the folder's checkpoint, or delete it for a new run."""
     path = folder / checkpoint.NAME
     if not settings.resume:
         world.first_alone(lambda: path.unlink(missing_ok=True))
@@ -239,7 +239,7 @@ def _prepare(
     changed = state.check(fingerprint, model, finished)
     try:
         loop.go_on_from(state)
-    # What a file says of itself can be wrong in as many ways as there are.
+    # A damaged file may raise any of these errors.
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{path} is damaged: {error!r}") from error
     if not finished:

@@ -261,7 +261,7 @@ class Settings(DenseSettings, GateSettings):
     @model_validator(mode="before")
     @classmethod
     def _gsm_is_both(cls, given: Any) -> Any:
-        """The optimizer of this name and the penalty are one."""
+        """Set both optimizer and penalty to gsm if one of them is."""
         if GSM not in (given.get("optimizer"), given.get("penalty")):
             return given
         pair = {"optimizer": GSM, "penalty": GSM, **given}

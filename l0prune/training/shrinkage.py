@@ -1,9 +1,9 @@
 """Penalties on the size of a group of weights, by their proximal operators.
 
-All are about one number t ≥ 0 for each group, the root mean square of its weights, and say which
-x ≥ 0 minimises ½·(x − t)² + τ·p(x). τ is how far a group is pulled in one step, and ``scale`` the
-size of t that is usual: for the folded ones it says where they leave a group alone, for those of
-ℓq where their pull is just τ. A penalty of your own is one class::
+Each maps t ≥ 0, the root mean square of a group's weights, to the x ≥ 0 that minimises
+½·(x − t)² + τ·p(x). τ is the strength of the pull in one step, and ``scale`` the usual size of t:
+folded penalties do not shrink groups that are larger than a multiple of it, and those of ℓq pull by
+just τ at it. A penalty of your own is one class::
 
     @register
     @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shrinkage(Protocol):
     name: ClassVar[str]
 
     def shrunk(self, t: Tensor, tau: Tensor, scale: Tensor) -> Tensor:
-        """The x of each group; all of shape ``(groups,)``."""
+        """Return x of each group; all of shape ``(groups,)``."""
         ...
 
 
@@ -53,12 +53,12 @@ def register(kind: Kind) -> Kind:
 
 
 def names() -> list[str]:
-    """The names of all penalties that are registered."""
+    """Return the names of all registered penalties."""
     return list(_known)
 
 
 def shrinkage_of(name: str) -> Shrinkage:
-    """The penalty of this name, with ``group-`` before it or without."""
+    """Return the penalty of this name, with the prefix ``group-`` or without."""
     for key in (name, name.removeprefix("group-")):
         if key in _known:
             return _known[key]()
@@ -80,7 +80,7 @@ class GroupLasso:
 @register
 @dataclass(frozen=True)
 class GroupLq:
-    """p(x) = s^(1−q)·x^q/q with 0 < q < 1, of slope 1 at s, the scale.
+    """Group ℓq penalty: p(x) = s^(1−q)·x^q/q with 0 < q < 1, of slope 1 at s, the scale.
 
     With c = τ·s^(1−q) and u = (2·c·(1−q)/q)^(1/(2−q)), x is 0 up to t = u + c·u^(q−1), where 0 and
     u are equally deep minima, and beyond it the larger root of x + c·x^(q−1) = t. Newton's method
@@ -106,8 +106,8 @@ class GroupLq:
 @register
 @dataclass(frozen=True)
 class QShrinkage:
-    """x = max(t − τ·(s/t)^(1−q), 0) with the scale s: large groups are shrunk less (Chartrand 2009;
-    Woodworth & Chartrand 2016). q = 1 is soft thresholding; the penalty has no closed form."""
+    """Shrinkage x = max(t − τ·(s/t)^(1−q), 0) with the scale s: large groups are shrunk less.
+    Chartrand 2009; Woodworth & Chartrand 2016. q = 1 is soft thresholding; p has no closed form."""
 
     name: ClassVar[str] = "q-shrinkage"
     q: float = 0.5
@@ -121,7 +121,7 @@ class QShrinkage:
 def _best(
     t: Tensor, tau: Tensor, candidates: tuple[Tensor, ...], p: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The candidate of each group at which ½·(x − t)² + τ·p(x) is least; the first of several."""
+    """Return the first candidate of each group at which ½·(x − t)² + τ·p(x) is least."""
     x = torch.stack(candidates)
     values = 0.5 * (x - t).square() + tau * p(x)
     return x.gather(0, values.argmin(0, keepdim=True))[0]
@@ -226,12 +226,12 @@ class L0Projection:
 @register
 @dataclass(frozen=True)
 class GlobalSparseMomentum:
-    """Only the most salient groups have the loss' gradient, all others decay by momentum (Ding et
-    al. 2019; ``gsm``). One that has become faint beside s is 0: x is t where t > s/1000, else 0."""
+    """Global sparse momentum: only salient groups get the loss' gradient, others decay (``gsm``).
+    Ding et al. 2019. Groups that are negligible beside s are 0: x is t where t > s/1000, else 0."""
 
     name: ClassVar[str] = "gsm"
     masks: ClassVar[bool] = True
 
     def shrunk(self, t: Tensor, tau: Tensor, scale: Tensor) -> Tensor:
-        """See ``Shrinkage``; whatever the pull, since it is the optimizer that decays."""
+        """See ``Shrinkage``; independent of τ, since the optimizer decays the weights."""
         return torch.where(t > 1e-3 * scale, t, 0.0)

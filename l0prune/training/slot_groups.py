@@ -1,4 +1,4 @@
-"""The weights of each slot as a group, and how stiff an optimizer holds each of them."""
+"""Weight groups of slots, and the stiffness of each weight under its optimizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from l0prune.running.processes import is_sharded
 
 
 class Part(NamedTuple):
-    """A parameter, one of its dims, the slots at each position of it, ``(factors, size)``, and
-    whether their gates multiply it.
-    """
+    """A parameter, its dim, the dim's slots ``(factors, size)``, and whether gates multiply it."""
 
     parameter: nn.Parameter
     dim: int
@@ -28,13 +26,13 @@ class Part(NamedTuple):
     is_read: bool
 
     def along(self, values: Tensor) -> Tensor:
-        """Values of each position, shaped to broadcast against the parameter."""
+        """Reshape values of each position to broadcast against the parameter."""
         shape = [1] * self.parameter.dim()
         shape[self.dim] = -1
         return values.view(shape)
 
     def summed(self, elements: Tensor) -> Tensor:
-        """The sum at each position."""
+        """Return the sum of ``elements`` at each position of the dim."""
         others = [dim for dim in range(elements.dim()) if dim != self.dim]
         return elements.sum(others) if others else elements
 
@@ -43,11 +41,11 @@ class Groups:
     """The groups of a model as it is now, whole or cut.
 
     Attributes:
-        parts: of them.
+        parts: parameters by dim, of which groups consist.
         usable: slots all of whose gates multiply parameters that learn; bool, ``(plan.size,)``.
-            None is a whole branch: that goes with the last of its slots.
+            Switches of whole branches are not: a branch is removed with the last of its slots.
         counts: elements of each group, at least 1.
-        kept: what the model was cut to when this was made.
+        kept: slots to which the model was cut when this was made; None if it was whole.
     """
 
     def __init__(self, root: nn.Module, gates: Gates) -> None:
@@ -78,11 +76,11 @@ class Groups:
         self.counts = ones.clamp(min=1)
 
     def sums(self, elements: Callable[[Part], Tensor]) -> Tensor:
-        """For each slot the sum of what is given of each element of its group; ``(plan.size,)``."""
+        """Return for each slot the sum of ``elements`` over its group; shape ``(plan.size,)``."""
         return self.added([elements(part) for part in self.parts])
 
     def added(self, elements: Sequence[Tensor]) -> Tensor:
-        """``sums`` of tensors, one for each part."""
+        """Return the same sum as ``sums``, from one tensor for each part."""
         total: Tensor | None = None
         for part, of in zip(self.parts, elements, strict=True):
             summed = part.summed(of).to(part.table.device)
@@ -94,19 +92,19 @@ class Groups:
         return total[:-1]
 
     def at(self, part: Part, values: Tensor) -> Tensor:
-        """The product of the slots' values at each position, shaped as ``Part.along``."""
+        """Return the product of the slots' values at each position, shaped as ``Part.along``."""
         padded = torch.cat([values, values.new_ones(1)])
         return part.along(padded[part.table].prod(0)).to(part.parameter.device)
 
 
 def squares(part: Part) -> Tensor:
-    """The square of each element, float32."""
+    """Return the square of each element, float32."""
     value = part.parameter.detach()
     return (value.abs() if value.is_complex() else value).float().square()
 
 
 class Metric:
-    """Stiffness of each weight under its optimizer: 1 over its step for a gradient of 1.
+    """Stiffness of each weight under its optimizer: the inverse of its step at a gradient of 1.
 
     For Adam and its kind that is (√v̂ + ε)/rate, else 1/rate.
     """
@@ -124,11 +122,11 @@ class Metric:
         self.is_adaptive = any("exp_avg_sq" in state for _, state in self._of.values())
 
     def of(self, part: Part) -> Tensor:
-        """h of each element of the part's parameter, float32, of its shape."""
+        """Return h, the stiffness, of each element of the part's parameter, float32."""
         return self.at(part.parameter)
 
     def at(self, parameter: nn.Parameter) -> Tensor:
-        """h of each element of a parameter, float32, of its shape."""
+        """Return h, the stiffness, of each element of a parameter, float32, of its shape."""
         if id(parameter) not in self._known:
             self._known[id(parameter)] = self._computed(parameter)
         return self._known[id(parameter)]

@@ -1,4 +1,4 @@
-"""Weights and statistics that stand while the gates of a network learn alone."""
+"""Freezing of weights and norm statistics while only the gates of a network learn."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from l0prune.gating.attaching import weights_of
 
 
 class Standing:
-    """Weights without gradients, and norms that use and keep their running statistics.
+    """Frozen weights, and norms in eval mode, of a model whose gates learn.
 
-    ``model.train()`` leaves these norms in eval mode. ``release`` makes all as it was.
+    ``model.train()`` leaves these norms in eval mode. ``release`` restores both.
 
     Args:
         model: with gates, which go on learning.
-        loss: a loss with parameters of its own, which stand, too.
+        loss: a loss with parameters, which are frozen, too.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module | None = None) -> None:
@@ -31,7 +31,7 @@ class Standing:
             norm.train = _stay  # type: ignore[assignment]  # which model.train() calls
 
     def release(self) -> None:
-        """Let weights and statistics change again."""
+        """Unfreeze weights and statistics."""
         for parameter in self._weights:
             parameter.requires_grad_(True)
         for norm, mode in self._norms:

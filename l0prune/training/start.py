@@ -37,23 +37,23 @@ from l0prune.training.budget import Budget
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
-# Of the steps in which gates learn: a batch of a score costs about as much as one.
+# Shares of the steps in which gates learn: scoring on a batch costs about as much as a step.
 _SCORES, _TRIES = 0.05, 0.025
 _FORWARD = 1 / 3  # of a step
 _OF_SLOTS = range(10, 101)  # batches
-_EXAMPLES = range(8, 33)  # of such a batch: few tell branches apart
+_EXAMPLES = range(8, 33)  # of a batch for branches: few are enough to rank them
 _OF_WAYS = range(1, 9)  # batches
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringBudget:
-    """Data that the scores of one run may look at.
+    """Numbers of batches and examples that the scores of one run may use.
 
     Attributes:
-        slots: batches from which the score of slots is told.
+        slots: batches on which slots are scored.
         branches: batches on which branches are tried.
-        few: examples of each of these.
-        ways: batches on which the ways to cut at once are compared.
+        few: examples of each batch for branches.
+        ways: batches on which candidates for the one-shot cut are compared.
     """
 
     slots: int
@@ -80,15 +80,13 @@ class ScoringBudget:
 
 
 def _within(limits: range, number: float) -> int:
-    """The nearest of these numbers."""
+    """Return the number in ``limits`` that is nearest."""
     return min(max(round(number), limits[0]), limits[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Outcome of the initialisation of gates: what there is to say of it, if anything, and whether
-    branches stand as they are from here on.
-    """
+    """Outcome of gate initialisation: a message, or none, and whether branches are frozen now."""
 
     said: str = ""
     decided: bool = False
@@ -103,10 +101,10 @@ def init_gates(
     device: str | torch.device,
     world: World,
 ) -> Beginning:
-    """Let the gates of a model start from the score that is wanted, in place.
+    """Initialise the gates of a model from the score in the settings, in place.
 
-    One process tells the score, and all have what it found. Where none was asked for by name and
-    none can be told of this data, the gates start alike, and it is said why.
+    One process computes the score for all. If none was named and none can be computed on this data,
+    the gates start alike, and the message says why.
     """
     how = _wanted(model, settings.start, learning, budget)
     if how == ALIKE:
@@ -157,7 +155,7 @@ def init_gates_from(
     seed: int,
     **wanted: Any,
 ) -> Beginning:
-    """Initialise gates in a loop of the user's own; see ``Pruner.start_from``."""
+    """Initialise gates in a user's loop; see ``Pruner.start_from``."""
     if any(map(is_sharded, model.parameters())):
         raise UsageError("the weights are in shards (FSDP): call start_from before that")
     root, _ = holder(model)
@@ -174,9 +172,9 @@ def _said(found: ComputedScore) -> str:
 
 
 def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Beginning:
-    """Close what goes at once, in place.
+    """Close the slots of the one-shot cut, in place.
 
-    Where the loss has told how many branches go, those that are left stand.
+    If the loss decided how many branches are removed, the remaining ones are frozen.
     """
     try:
         open_, decided = OneShot(budget.bounds, budget.blocks, scores, part).choose(subject)
@@ -192,13 +190,13 @@ def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Be
 
 
 def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:
-    """The name of the score, or ``ALIKE``."""
+    """Return the name of the score, or ``ALIKE``."""
     gates = gates_of(model)
     if not learning or not gates.log_alpha.requires_grad:
         return ALIKE
     if start != AUTO:
         return start
-    learns_bits = gates.plan.slots < gates.plan.size  # no score says what is worth more
+    learns_bits = gates.plan.slots < gates.plan.size  # no score ranks bits
     starts = budget is not None and gates.are_uniform() and not learns_bits
     return AUTO if starts else ALIKE
 
@@ -210,16 +208,16 @@ _WAIT = 0.5  # of the steps in which gates learn, under a price
 class Decision:
     """Decision of which branches stay, and when.
 
-    Under a budget: once they all have to. What a budget expects is met by widths on average, since
-    they are many. Of a branch with an even chance half of its cost is expected, and none or all is
-    there: so that is decided while widths can still make up for it. As many of the likeliest stay
-    as change least what is expected, since widths that are closed would not open again for others.
+    Under a budget all are decided at one step. Widths are many, so that they meet the expected
+    amount on average. A branch with open probability ½ is expected at half its cost, but is there
+    whole or not at all: so it is decided while widths can still compensate. The number of likeliest
+    branches to stay changes the expectation least, since closed widths would not reopen for others.
 
-    Where a score has cut at once, the loss told how many branches go, and they stand from the first
-    step on. A gate learns slowly what one is worth: many steps see the network with it, or without.
+    After a one-shot cut by a score the loss has decided how many branches go, and they are frozen
+    from the first step on. A gate learns the worth of one slowly, in many steps with and without.
 
-    Under a price branches wait for the widths instead. A branch is worth what its best width is
-    worth: at first the price is that of its full width, which none is worth, and all would go.
+    Under a price branches wait for the widths. A branch is worth what its best width is worth: at
+    first the price is that of its full width, which none is worth, and all would be removed.
     """
 
     def __init__(
@@ -246,17 +244,17 @@ class Decision:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Keep the log α of branches that wait, before each step of an optimizer."""
+        """Store the log α of waiting branches, before each step of an optimizer."""
         waits = step in self._waiting
         self._kept = self._gates.log_alpha[self._where()].clone() if waits else None
 
     @torch.no_grad()
     def hold(self, step: int) -> None:
-        """After each step, and before the first: let the gates of branches that wait, or are
-        decided, stand. Before the first they stand as they are.
+        """Hold the gates of waiting or decided branches, after each step and before the first.
 
-        Those that wait are put back instead of having no gradient: an optimizer that divides by
-        the size that gradients had would send them off in leaps after so many of zero.
+        Before the first they keep their state. Waiting gates are restored instead of having no
+        gradient: an optimizer that divides by the size of past gradients would move them in leaps
+        after many of zero.
         """
         if self._kept is not None:
             self._gates.log_alpha[self._where()] = self._kept
@@ -271,13 +269,13 @@ class Decision:
         log_alpha[where] = torch.where(stays, open_, closed).to(log_alpha.dtype)
 
     def _where(self) -> Tensor:
-        """The switches, on the device of the gates."""
+        """Return the switches, on the device of the gates."""
         self._switches = self._switches.to(self._gates.log_alpha.device)
         return self._switches
 
 
 def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
-    """Choose as many of the likeliest switches as change a budget's expectation least.
+    """Choose the number of likeliest switches that changes the budgets' expectation least.
 
     Shape: p flat; switches are numbers of gates, and the result is bool, of their shape.
     """

@@ -1,6 +1,6 @@
 """One training step: loss, backward, penalty, clipping, optimizers and average.
 
-A step that fails at the sizes that a cut has left is done again on the whole network.
+A step that fails at the sizes of a cut network is repeated on the whole one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ T = TypeVar("T")
 def retry_uncut(
     pruner: GateRun | None, action: Callable[[], T], undo: Callable[[], None] | None = None
 ) -> T:
-    """Run ``action``; where only a cut network makes it fail, run it on the whole one, for good.
+    """Run ``action``; if it fails only because the network is cut, make it whole, and run again.
 
-    A loss, a metric or a forward of the user's may know the network as it was. Which error that is
-    depends on what they do with it. So it is run again at the same sizes first: an error that does
-    not come again, as of a worker process that was ended, is not of the sizes, and is raised.
+    The user's loss, metric or forward may depend on the whole network's sizes, and raise any error.
+    So it is run again at the same sizes first: an error that does not recur, such as that of a
+    killed worker process, is not caused by the sizes, and is raised. The network then stays whole.
     """
 
     def fails() -> bool:
@@ -64,16 +64,16 @@ def retry_uncut(
         if undo is not None:
             undo()
         pruner.make_whole()
-        result = action()  # or it fails for another reason
+        result = action()  # raises if the sizes were not the cause
         pruner.keep_whole(f"what knows its own sizes fails at those that are left: {error}")
         return result
 
 
 class Losses:
-    """Losses whose gradients come out as those of the mean over the whole batch.
+    """Losses whose gradients add up to those of the mean over the whole batch.
 
-    The whole is what all processes have together, each in ``accumulate`` parts one after
-    another. Each part is a forward, and has gates of its own.
+    The whole batch is that of all processes, each of which computes ``accumulate`` parts one after
+    another. Each part is one forward, with a separate sample of the gates.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Losses:
             self._of = self._replica = replicated(self._of, self._by_hand)
 
     def backward(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the gradients of what is learned from this process' part of the whole batch.
+        """Add the gradients of this process' part of the whole batch.
 
-        Returns this process' share of the loss; its scale before backward is for fp16.
+        Returns this process' share of the loss; ``scale`` is applied before backward, for fp16.
         """
         parts = self._settings.accumulate
         total: Tensor | None = None
@@ -119,7 +119,7 @@ class Losses:
         return total
 
     def _leads_back(self, loss: Tensor) -> bool:
-        """Has the loss a gradient? It has none where all weights are frozen and the gates stand."""
+        """Return whether the loss requires a gradient; UsageError if not, though weights learn."""
         if not loss.requires_grad and self._weights:
             raise UsageError(
                 "The loss has no gradient, so that nothing can be learned from it. The usual cause "
@@ -143,7 +143,7 @@ class Losses:
 
 
 class _LossOf(nn.Module):
-    """Model and loss as one module, which returns what is differentiated and nothing else."""
+    """Model and loss as one module, whose only output with a gradient is the objective."""
 
     def __init__(
         self, model: nn.Module, loss: Judge, teacher: Teacher | None, backend: str | None
@@ -151,13 +151,13 @@ class _LossOf(nn.Module):
         super().__init__()
         self.model = model
         self._loss, self._teacher = loss, teacher
-        # In a list, since a compiled model is not to be a further child.
+        # In a list, so that a compiled model is not registered as another child.
         self._runs = [model if backend is None else torch.compile(model, backend=backend)]
         gates = None if backend is None else gates_or_none(model)
         self._draws = None if gates is None else _Draws(gates)
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """The task's mean loss, and what is learned from: that, or mixed with a teacher's."""
+        """Return the task's mean loss, and the objective with distillation and input penalty."""
         with nullcontext() if self._draws is None else self._draws.given():
             outputs = call(self._runs[0], inputs)
         loss = self._loss(outputs, targets)
@@ -172,18 +172,17 @@ class _LossOf(nn.Module):
 
 
 class _Draws:
-    """Multipliers that a compiled model is given, drawn outside of what is compiled.
+    """Values z of the gates for a compiled model, sampled outside of the compiled code.
 
-    What compiles would take phases and the settings of an annealed gate for constants, and compile
-    anew at each change. Multipliers that stand ask for a gradient where earlier ones did, for the
-    same reason.
+    The compiler would treat phases and the settings of an annealed gate as constants, and recompile
+    at each change. For the same reason fixed values require a gradient if earlier ones did.
     """
 
     def __init__(self, gates: Gates) -> None:
         self._gates, self._learned = gates, False
 
     def given(self) -> AbstractContextManager[None]:
-        """Return a context in which the model's forward has the next multipliers."""
+        """Return a context in which the model's forward uses the next sample of z."""
         gates = self._gates
         gates.begin_forward()
         z = gates.current()
@@ -193,9 +192,9 @@ class _Draws:
 
 
 class Stepper:
-    """Everything that a step changes beside the model.
+    """Training step with its state: optimizers, schedule, moving average and loss scaler.
 
-    ``compiling`` are the seconds of the first step at each size, where what runs is compiled.
+    ``compiling`` are the seconds of the first step at each size, if the model is compiled.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class Stepper:
         if pruner is not None:
             pruner.compaction.follow(self.optimizers)
             pruner.compaction.average = self.average
-            # A replica and what was compiled are made for tensors of one size.
+            # DDP replicas and compiled code are made for tensors of one size.
             pruner.compaction.let_go = lambda: setattr(self, "_losses", None)
         self.zero_grad()
 
@@ -249,7 +248,7 @@ class Stepper:
         return [*self._pruner.param_groups(**rest), *of_loss]
 
     def load(self, state: Checkpoint) -> None:
-        """Take up the state, of a whole model; the model must have its weights already."""
+        """Restore the state of a whole model, which must have its weights already."""
         if self.average is not None:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
@@ -287,16 +286,16 @@ class Stepper:
         return loss, extra
 
     def _backward(self, batch: Batch) -> Tensor:
-        """Add the gradients of a batch; returns the loss.
+        """Add the gradients of a batch and return the loss; see ``retry_uncut``.
 
-        A loss or a hook of the user's may know the network at its own sizes alone: then it keeps
-        them. Processes that train together would have to fail together.
+        The user's loss or hooks may work at the whole network's sizes only: then it stays whole.
+        Not with several processes, which would have to fail together.
         """
         alone = None if self._world.is_shared else self._pruner
         return retry_uncut(alone, partial(self._add_gradients, batch), self.zero_grad)
 
     def _add_gradients(self, batch: Batch) -> Tensor:
-        """Add the gradients of a batch at the size that the model has now."""
+        """Add the gradients of a batch at the model's present size."""
         compiles = self._losses is None and self._settings.backend is not None
         if self._losses is None:
             self._losses = self._new_losses()
@@ -310,7 +309,7 @@ class Stepper:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _begin(self, pruner: GateRun) -> None:
-        """Begin the step; where the gates stand from it on, they are first at their averages."""
+        """Begin the step; if the gates are fixed from it on, install the moving averages first."""
         settles = pruner.begins_to_settle
         if settles and self.average is not None:
             self.average.install()
@@ -319,7 +318,7 @@ class Stepper:
             self.average.restart()
 
     def _clip(self) -> None:
-        """Limit the weights' gradient, that of the gates and of the penalty apart."""
+        """Clip the norm of the weights' gradient, without gates and before the penalty's part."""
         if self._settings.clip is None:
             return
         if self.scaler is not None:

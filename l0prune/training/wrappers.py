@@ -29,10 +29,10 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest parts of a model that it has several of, side by side: its blocks.
+    """Return a model's repeated blocks: the largest modules with siblings of the same class.
 
-    A block is made of other modules and has a forward of its own; its siblings, in the same
-    module or list of modules, are of its class. Blocks are not searched for smaller ones.
+    A block has submodules and defines a forward; siblings are in the same module or list of
+    modules. Blocks are not searched for smaller ones.
     """
     children = list(model.children())
     classes = Counter(map(original_class, children))
@@ -53,10 +53,10 @@ def _can_be_block(module: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(model: nn.Module) -> Iterator[None]:
-    """Within the context, each block keeps only its inputs for backward, and computes anew then.
+    """Checkpoint each block within the context: backward recomputes it from its stored inputs.
 
-    It draws the same random numbers and sees the same gates again, and running statistics are
-    not updated a second time.
+    The recomputation has the same random numbers and gates, and running statistics are not
+    updated a second time.
     """
     blocks = repeated_blocks(model)
     if not blocks:
@@ -80,7 +80,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 def _again(
     forward: Callable[..., Any], norms: Sequence[NormBase], *args: Any, **kwargs: Any
 ) -> Any:
-    """``forward``, to be computed once more in backward."""
+    """Run ``forward`` such that backward recomputes it."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     settings: dict[str, Any] = {"use_reentrant": False}
@@ -91,7 +91,7 @@ def _again(
 
 @contextmanager
 def _held(norms: Sequence[NormBase]) -> Iterator[None]:
-    """Within the context, a forward leaves running statistics as they are."""
+    """Keep forwards from updating running statistics within the context."""
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
@@ -104,7 +104,7 @@ def _held(norms: Sequence[NormBase]) -> Iterator[None]:
 
 @contextmanager
 def channels_last(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Within the context, filters lie in memory with their channels last; afterwards as before."""
+    """Store filters in the channels-last memory format within the context."""
     tensors = chain(model.parameters(), model.buffers()) if wanted else ()
     changed = [(t, t.stride()) for t in tensors if t.dim() == 4 and t.is_contiguous()]
     for tensor, _ in changed:
@@ -117,7 +117,7 @@ def channels_last(model: nn.Module, wanted: bool = True) -> Iterator[None]:
 
 
 def images_channels_last(part: Any) -> Any:
-    """Every image in a batch with its channels last in memory; the rest as it is."""
+    """Return a batch with all 4-d tensors in the channels-last memory format."""
 
     def turn(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() == 4:
@@ -128,7 +128,7 @@ def images_channels_last(part: Any) -> Any:
 
 
 def agree_on_start(model: nn.Module, world: World) -> None:
-    """Give the model in all processes the values that it has in the first."""
+    """Copy the model's values from the first process to all others."""
     if not world.is_shared:
         return
     if holds_ddp(model) or any(map(is_sharded, model.parameters())):
@@ -150,7 +150,7 @@ def agree_on_start(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def average_buffers(buffers: Iterator[Tensor] | list[Tensor], world: World) -> None:
-    """Set floating-point buffers to their means over the processes; where equal, they stay."""
+    """Set floating-point buffers to their means over the processes; equal values are kept."""
     if not world.is_shared:
         return
     for buffer in buffers:
@@ -163,20 +163,20 @@ def average_buffers(buffers: Iterator[Tensor] | list[Tensor], world: World) -> N
 
 
 def replicated(module: nn.Module, left_out: Iterable[nn.Parameter]) -> DistributedDataParallel:
-    """``module`` such that backward averages its gradients over the processes.
+    """Wrap ``module`` in DDP, which averages its gradients over the processes in backward.
 
-    Its forward returns what is differentiated, and nothing else, so that parameters that have no
-    part in it are found. Gradients of those that are ``left_out`` are left alone.
+    Its forward may return nothing else with a gradient than the objective, so that unused
+    parameters are found. Gradients of those that are ``left_out`` are not averaged.
     """
     ids = {id(parameter) for parameter in left_out}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ids]
-    names += [name for name, _ in module.named_buffers()]  # averaged where they are looked at
+    names += [name for name, _ in module.named_buffers()]  # see average_buffers
     leave_to_ddp(module, names)
     # DDP warns where it finds no unused parameter, and refuses a module without any that learns.
     module.register_parameter("unused", nn.Parameter(torch.zeros(1, device=device_of(module))))
     return DistributedDataParallel(
         module,
-        init_sync=False,  # agree_on_start has seen to it
+        init_sync=False,  # done by agree_on_start
         find_unused_parameters=True,
         gradient_as_bucket_view=True,
     )
@@ -186,11 +186,11 @@ def replicated(module: nn.Module, left_out: Iterable[nn.Parameter]) -> Distribut
 def sharded(
     model: nn.Module, device: torch.device, backend: str | None, world: World
 ) -> Iterator[nn.Module]:
-    """A copy of the model on ``device`` in shards, one in each process (FSDP2).
+    """Yield a copy of the model on ``device`` in shards, one in each process (FSDP2).
 
-    Each repeated block is gathered when it runs; what is not in a block, as one more. Gates, and
-    parameters that are single numbers, are whole in every process. After the context, or when
-    training was interrupted, the model has what the copy has learned.
+    Each repeated block is gathered when it runs; the rest is one more unit. Gates, and parameters
+    that are single numbers, are whole in every process. After the context, or when training was
+    interrupted, the model has the copy's values.
     """
     try:
         shards = copy.deepcopy(model)
@@ -209,7 +209,7 @@ def sharded(
 
 
 def whole_everywhere(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are neither DDP's nor FSDP's: their gradients are averaged by hand.
+    """Return the parameters outside of DDP and FSDP, whose gradients are averaged separately.
 
     They are the gates, of which each process has its own sample, and single numbers, which
     cannot be sharded.
@@ -230,12 +230,12 @@ def _shard(model: nn.Module, device: torch.device, backend: str | None, world: W
         if backend is not None:
             block.compile(backend=backend)
         fully_shard(block, mesh=mesh, reshard_after_forward=True, ignored_params=apart)
-    # Also after a forward that no backward follows, as in a test, the shards come back.
+    # Reshards also after a forward without a backward, as in a test.
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=apart)
 
 
 def _independent(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """The blocks that share no parameter with the rest: those that share go with the whole."""
+    """Return the blocks that share no parameter with the rest of the model."""
     everywhere = _owners(model)
     return [
         block

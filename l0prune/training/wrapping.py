@@ -1,4 +1,4 @@
-"""Wrappers of a loop around its model (DDP, FSDP2): off before a cut, on again after it."""
+"""A loop's wrappers of its model (DDP, FSDP2): removed before a cut, made anew after it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Wrapping:
-    """A model with what its loop has put around it, as long as its tensors keep their sizes.
+    """A model with its loop's wrapper, which is kept while the model's tensors keep their sizes.
 
-    FSDP2 puts shards in the places of parameters; optimizers that follow then hold the shards, and
-    whole parameters again once it is taken off. One that holds what was there before follows from
-    the step on for which ``adopt`` is told of it.
+    FSDP2 replaces parameters by shards; optimizers that follow then hold the shards, and whole
+    parameters again once the wrapper is removed. One that holds the replaced parameters follows
+    from the step on for which ``adopt`` gets it.
 
     Attributes:
-        network: what the loop calls; None while nothing is around the model.
+        network: the wrapped model, which the loop calls; None while there is no wrapper.
 
     Args:
         model: gated, plain.
-        gates: its bank, which is whole in every process and no part of what is wrapped.
-        wrap: makes what is called of the model.
+        gates: the model's bank, which is whole in every process and not wrapped.
+        wrap: function from the model to the module that is called.
         optimizers: returns those that follow.
     """
 
@@ -45,12 +45,12 @@ class Wrapping:
             )
         self._model, self._gates, self._wrap, self._optimizers = model, gates, wrap, optimizers
         self.network: nn.Module | None = None
-        # What was replaced, held so that nothing else has its id, and what is in its place.
+        # Replaced tensors, held so that their ids stay unique, and the parameters replacing them.
         self._former: list[Tensor] = []
         self._now: dict[int, nn.Parameter] = {}
 
     def put_on(self) -> nn.Module:
-        """Return the wrapped model, made now if it is not there.
+        """Return the wrapped model, which is wrapped now if it is not yet.
 
         Raises:
             UsageError: ``wrap`` does not return a module.
@@ -79,11 +79,11 @@ class Wrapping:
         return network
 
     def adopt(self, optimizers: Optimizers) -> None:
-        """Let optimizers that did not follow so far hold the parameters that there are now."""
+        """Put the present parameters into optimizers that did not follow so far."""
         exchange(optimizers, self._now)
 
     def take_off(self) -> None:
-        """Leave the plain model, with whole parameters; all processes call this together."""
+        """Remove the wrapper and make parameters whole; all processes call this together."""
         network, self.network = self.network, None
         if network is None:
             return
@@ -115,7 +115,7 @@ def _places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], nn.Parame
 
 @contextmanager
 def _left_out(gates: Gates) -> Iterator[None]:
-    """Within the context the gates' parameters are none of the model's."""
+    """Hide the gates' parameters from the model within the context."""
     own = [(module, dict(module._parameters)) for module in gates.modules()]
     for module, _ in own:
         module._parameters.clear()

@@ -1,6 +1,6 @@
 """Answers of the gated model to the inputs of a certificate: run once, compared often.
 
-What the outputs of a model are called: their keys or fields, else their places.
+Outputs are named by their keys or fields, else by their positions.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from l0prune.running.stages import stage
 
 
 def leaf_names(structure: pytree.TreeSpec) -> list[str]:
-    """A name for each leaf of what a model returns.
+    """Return a name for each leaf of a model's output.
 
     ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
     """
     leaves = [torch.tensor(number) for number in range(structure.num_leaves)]
     try:
         tree = pytree.tree_unflatten(leaves, structure)
-    except Exception:  # a type that can only be made of tensors with dims, such as a cache
+    except Exception:  # a type that needs tensors with dims, such as a cache
         tree = None
     named = {int(leaf): "_".join(path) or "output" for path, leaf in _paths(tree, ())}
     return [named.get(number, f"output_{number}") for number in range(len(leaves))]
 
 
 def tensor_names(output: Any) -> list[str]:
-    """A name for each tensor of an output, in the order in which outputs are compared."""
+    """Return a name for each tensor of an output, in the order of comparison."""
     leaves, structure = pytree.tree_flatten(output)
     names = leaf_names(structure)
     return [n for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
 
 
 def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Each tensor in a structure with the keys that lead to it."""
+    """Yield the path of keys and the tensor for each tensor in a structure."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -75,11 +75,11 @@ class Answer:
     Attributes:
         inputs: the input.
         exact: the tensors and numbers of its output in the first of ``dtypes``.
-        single: the same in float32; None where that was not asked.
-        read: names of the parameters that its forward has read by now.
-        names: what the tensors of its output are called.
-        scales: the largest value of each tensor over all inputs that were asked together.
-        whose: of the ``gated`` model, or of the ``module`` that is handed out.
+        single: the same in float32; None if not requested.
+        read: names of the parameters that its forward has read, over all inputs run together.
+        names: names of the output tensors.
+        scales: the largest value of each tensor over all inputs run together.
+        whose: of the ``gated`` model, or of the ``module`` that the user gets.
         dtypes: in which the model was run.
     """
 
@@ -93,7 +93,7 @@ class Answer:
     dtypes: Sequence[torch.dtype] = BOTH
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
-        """The output in one of these."""
+        """Return the output in one of the ``dtypes``."""
         if dtype == self.dtypes[0]:
             return self.exact
         assert self.single is not None
@@ -101,11 +101,11 @@ class Answer:
 
     @property
     def rounding(self) -> float:
-        """Difference that rounding alone makes to the model in float32."""
+        """Error of the model in float32 by rounding alone."""
         return largest(differences(self.exact, self.at(torch.float32), self.scales))
 
     def of_tensors(self) -> Answer:
-        """Answer without the numbers beside the tensors."""
+        """Return the answer with tensors only, without numbers."""
         exact, single = (
             [leaf for leaf in values or () if isinstance(leaf, Tensor)]
             for values in (self.exact, self.single)
@@ -121,7 +121,7 @@ def answers_of(
     dtypes: Sequence[torch.dtype] = BOTH,
     whose: Literal["gated", "module"] = "gated",
 ) -> tuple[Answer, ...]:
-    """Run the model, or its submodule at ``path``, on each of these inputs, where the model is.
+    """Run the model, or its submodule at ``path``, on each of these inputs, on its device.
 
     Raises:
         CertificateError: it cannot be run.
@@ -140,21 +140,21 @@ def answers_of(
 def _outputs(
     model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
 ) -> tuple[list[list[Any]], list[list[str]], frozenset[str]]:
-    """Comparable values of each output, the names of its tensors, and the parameters read."""
-    # the whole model is lent: a submodule alone would take its gates along as they are
+    """Return the comparable values of each output, names of its tensors, and parameters read."""
+    # lend the whole model: of a submodule alone the gates would be copied unconverted
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
     found, names = [], []
     for given in inputs:
         output = output_of(again, given, dtype)
-        # copies, as it may return what its next forward writes into
+        # copies, since the next forward may write into a returned tensor
         found.append(pytree.tree_map_only(Tensor, torch.clone, comparable(output)))
         names.append(tensor_names(output))
     return found, names, read_of(whole)
 
 
 def is_valid(model: nn.Module, given: Inputs) -> bool:
-    """Return whether the model, in float64, takes these inputs and makes numbers of them."""
+    """Return whether the model runs in float64 on these inputs and its output has no NaN."""
     try:
         (output,), _, _ = _outputs(model, [given], torch.float64)
     except CertificateError:
@@ -169,24 +169,24 @@ def holds_nan(output: Any) -> bool:
 
 
 def is_finite(model: nn.Module, given: Inputs) -> bool:
-    """Return whether the model, as it is, makes finite numbers of these inputs, or raise."""
+    """Return whether the model's output in its own dtypes is finite; its errors are raised."""
     leaves = comparable(output_as_it_is(model, given))
     return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
-    """Output of a copy of the model in its own dtypes, since a forward may leave traces.
+    """Return the output of a copy in the model's dtypes; a forward may change the module.
 
-    The next one draws the same random numbers, if it draws any.
+    Successive calls draw the same random numbers, if any.
     """
     with torch.no_grad(), same_draws(model), _exact_products():
         return call(lent(model), cast(given, None, device_of(model)))
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
-    """Output of a model that is in ``dtype``, computed in that dtype throughout.
+    """Return the output of a model that is in ``dtype``, computed in that dtype throughout.
 
-    The next one draws the same random numbers, if it draws any.
+    Every call draws the same random numbers, if any.
     """
     with torch.no_grad(), same_draws(model, seed=0), running_in(dtype):
         return call(model, cast(given, dtype, device_of(model)))
@@ -194,7 +194,7 @@ def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Compute products of float32 in float32, and not in the TF32 or bfloat16 of its kernels."""
+    """Context in which float32 products are computed in float32, not in TF32 or bfloat16."""
     backends = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     operators = [
         getattr(b, n) for b in backends for n in ("matmul", "conv", "rnn") if hasattr(b, n)
@@ -215,7 +215,7 @@ def running_in(dtype: torch.dtype) -> Iterator[None]:
     try:
         with InOneDtype(dtype), _exact_products():
             yield
-    except torch.OutOfMemoryError:  # says nothing of the model
+    except torch.OutOfMemoryError:  # not a fault of the model
         raise
     except Exception as error:
         raise CertificateError(

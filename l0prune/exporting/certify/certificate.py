@@ -33,16 +33,16 @@ from l0prune.exporting.certify.difference import differences, largest
 from l0prune.exporting.certify.dtypes import cast, lent, name_of
 from l0prune.running.device import device_of
 
-# Relative to the largest output: rounding in float64, and in float32.
+# Allowed rounding error in float64 and float32, relative to the largest output.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-# A model that rounds by more than that all by itself is allowed two such errors, its own and the
-# other model's; but no more than this, beyond which float32 proves nothing.
+# If the gated model's own rounding is larger, twice that is allowed (both models round), but no
+# more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
 Compared = Literal[
     "graph", "class", "program", "onnx", "openvino", "executorch", "litert", "source"
 ]
-MODEL: tuple[Compared, ...] = ("graph", "class")  # what the module is that is handed out
+MODEL: tuple[Compared, ...] = ("graph", "class")  # kinds of module that the user gets
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class Check:
 
     Attributes:
         what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
-            ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
-            Runtime), ``openvino`` (the same, run by that, where it is installed), ``executorch``
-            and ``litert`` (the file, run by that), ``source`` (the ONNX file that the model was
-            made from, before any cut).
+            ``program`` (its ``torch.export`` program), ``onnx`` (the file, run by ONNX Runtime),
+            ``openvino`` (the same, run by OpenVINO, if installed), ``executorch`` and ``litert``
+            (the file in that runtime), ``source`` (the ONNX file that the model was made from,
+            before any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that
             were compared together.
-        tolerance: what it must not exceed.
-        part: the submodule that was compared, where not the whole model was.
-        inputs: the shapes of the tensors that both were given. Of a memory, such as a cache, they
-            are those that the smaller model was given: of the slots that stayed.
-        outputs: where there are several, the name and the error of each.
-        against: the ``gated`` model, or the ``module`` that was handed out, as a program's always
-            is, and a file's where the module has learned on.
+        tolerance: the largest error allowed.
+        part: the submodule that was compared, if not the whole model.
+        inputs: the shapes of the input tensors. Memory inputs, such as a cache, have the small
+            model's shape: of the slots that stayed.
+        outputs: name and error of each output, if there are several.
+        against: the ``gated`` model, or the ``module`` that the user gets: always for a program,
+            and for a file if the module was trained further.
     """
 
     what: Compared
@@ -125,7 +125,7 @@ class Certificate:
             )
 
     def _cause(self, failed: Sequence[Check]) -> str:
-        """Return the usual cause of what failed, and the way on."""
+        """Return the usual cause of the failure, with advice."""
         if all(math.isnan(check.error) for check in failed):
             return _OF_NAN
         is_exact = any(check.dtype == "float64" for check in self.checks if check.passed)
@@ -138,11 +138,11 @@ class Certificate:
         return Certificate(tuple(check for check in self.checks if check.what not in what))
 
     def of_module(self) -> Certificate:
-        """Return the comparisons with the module that was handed out alone."""
+        """Return a certificate of the comparisons with the exported ``module`` only."""
         return Certificate(tuple(check for check in self.checks if check.against == "module"))
 
     def with_checks(self, checks: Sequence[Check]) -> Certificate:
-        """This certificate and further checks.
+        """Return the certificate with further checks.
 
         Raises:
             CertificateError: one of them failed.
@@ -150,13 +150,13 @@ class Certificate:
         return Certificate((*self.checks, *checks))
 
     def worst(self, what: Compared | Collection[Compared], dtype: str) -> float | None:
-        """The largest error of a kind of comparison, or of several; None if there was none."""
+        """Return the largest error of one or several kinds of comparison; None without any."""
         kinds = (what,) if isinstance(what, str) else what
         errors = [c.error for c in self.checks if c.what in kinds and c.dtype == dtype]
         return max(errors, default=None)
 
     def summary(self) -> list[tuple[Check, tuple[int, ...]]]:
-        """The worst check of each kind, with the sizes of all batches that were compared so."""
+        """Return the worst check of each kind, part and dtype, with all batch sizes compared."""
         kinds: dict[tuple[str, str, str], list[Check]] = defaultdict(list)
         for check in self.checks:
             kinds[check.what, check.part, check.dtype].append(check)
@@ -166,7 +166,7 @@ class Certificate:
         ]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The checks as plain data, as JSON reads it back."""
+        """Return the checks as JSON-compatible data."""
         return [
             {
                 **asdict(check),
@@ -180,9 +180,9 @@ class Certificate:
 def compare(
     answers: Sequence[Answer], small: nn.Module, what: Compared = "graph", part: str = ""
 ) -> Iterator[Check]:
-    """Compare a model, or a part of it, with what the gated one answers, in the same dtypes.
+    """Compare a model, or a part of it, with the gated model's answers, in the same dtypes.
 
-    In float32 they may differ by 1e-5, or by twice what rounding alone does to the gated model.
+    In float32 the tolerance is 1e-5, or twice the gated model's rounding error (at most 1e-4).
     Each check is yielded when it is done.
 
     Raises:
@@ -200,12 +200,12 @@ def compare_in_parts(
 ) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
     """Compare two models of which only the submodules at ``paths`` differ.
 
-    In float64 they run as a whole: all that those submodules return on the way, and the output.
-    Then each submodule is given what it receives in the gated model, since in float32 the code
-    between them may turn a rounding into another decision (a threshold, a sort).
+    In float64 they run as a whole: the outputs of those submodules and of the model are compared.
+    Then each submodule runs alone on the inputs that it receives in the gated model, since in
+    float32 the code between them may amplify rounding (by a threshold, a sort).
 
     Returns:
-        What each submodule of the gated model answers to what it receives, and the checks.
+        The answers of each submodule of the gated model to its inputs, and the checks.
 
     Raises:
         CertificateError: one of them cannot be run.
@@ -239,9 +239,9 @@ def compare_in_parts(
 def answers_alone(
     gated: nn.Module, paths: Sequence[str], given: Inputs
 ) -> dict[str, tuple[Answer, ...]] | None:
-    """Return each submodule's answers when the model gets this input; None if it takes none.
+    """Return each submodule's answers when the model runs on this input; None if it cannot.
 
-    It does not, either, where it makes nan of it: a deviation over a batch of one.
+    None, too, if the output has a nan, such as a deviation over a batch of one.
     """
     try:
         *calls, whole = _calls(lent(gated, torch.float64), paths, given, torch.float64)
@@ -256,7 +256,7 @@ def answers_alone(
 
 
 def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.dtype) -> list[Call]:
-    """Every call of the submodules and, last, that of the model."""
+    """Record every call of the submodules and, last, that of the model."""
     with running_in(dtype):
         return record(model, [*paths, ""], cast(given, dtype, device_of(model)))
 
@@ -274,7 +274,7 @@ def compare_file(
 ) -> list[Check]:
     """Compare a file in its runtime with the gated model, or a part of it, in float32.
 
-    ``read`` picks what the file reads of the inputs.
+    ``read`` picks the inputs that the file reads.
     """
     checks = []
     for answer in answers:
@@ -299,7 +299,7 @@ def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part:
 
 
 def _outputs(names: Sequence[str], errors: Sequence[float]) -> tuple[tuple[str, float], ...]:
-    """The error of each of several outputs; nothing of a single one, whose error is all."""
+    """Return name and error of each output; empty for a single one, whose error is the check's."""
     if len(errors) < 2:
         return ()
     found: dict[str, float] = {}
@@ -311,7 +311,7 @@ def _outputs(names: Sequence[str], errors: Sequence[float]) -> tuple[tuple[str, 
 
 
 def _names(calls: Sequence[Call]) -> list[str]:
-    """Return names of the outputs of these calls, with the path of what was called."""
+    """Return the names of these calls' outputs, prefixed by the path of the submodule."""
     return [
         ".".join(filter(None, (call.path, name)))
         for call in calls
@@ -320,7 +320,7 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _allowed(answer: Answer, error: float, dtype: torch.dtype) -> float:
-    """The tolerance; in float32 the model's own rounding is looked up where it matters."""
+    """Return the tolerance; in float32 it depends on the model's rounding if the error is large."""
     usual = TOLERANCE[name_of(dtype)]
     if error <= usual or dtype == torch.float64:
         return usual

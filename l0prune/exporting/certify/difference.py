@@ -10,23 +10,23 @@ from torch import Tensor
 
 from l0prune.capture.compat import pytree
 
-_NUMBERS = (bool, int, str)  # what an output may hold beside tensors, and must be the same
+_NUMBERS = (bool, int, str)  # values beside tensors in an output, compared exactly
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Largest difference over all output tensors, each relative to its own largest value.
+    """Largest difference over all output tensors, each relative to its expected largest value.
 
-    Infinite where shapes, or numbers that are no tensors, are not the same.
+    Infinite if shapes, or values that are no tensors, differ.
     """
     return largest(differences(expected, found))
 
 
 def differences(expected: Any, found: Any, scales: Sequence[float] = ()) -> list[float]:
-    """The largest difference of each output tensor, relative to its own largest value.
+    """Return each output tensor's largest difference, relative to its expected largest value.
 
-    All are infinite where shapes, or numbers that are no tensors, are not the same.
+    All are infinite if shapes, or values that are no tensors, differ.
 
-    Each is related to ``scales`` (``common_scales``) instead, where these are given.
+    If ``scales`` (``common_scales``) are given, differences are relative to these instead.
     """
     firsts, seconds = comparable(expected), comparable(found)
     if len(firsts) != len(seconds) or any(
@@ -40,10 +40,10 @@ def differences(expected: Any, found: Any, scales: Sequence[float] = ()) -> list
 
 
 def common_scales(outputs: Sequence[Any]) -> tuple[float, ...]:
-    """The largest finite value of each tensor in several outputs of one model, over all of them.
+    """Return the largest finite absolute value of each output tensor over several outputs.
 
-    What is tiny by chance on one input, an answer near none of a sigmoid, is compared by what the
-    output is like on the others. Empty where they do not hold equally many tensors.
+    A tensor that is tiny by chance on one input, such as a sigmoid's output near 0, is thus
+    compared on the scale of the others. Empty if the outputs' numbers of tensors differ.
     """
     tensors = [[leaf for leaf in comparable(o) if isinstance(leaf, Tensor)] for o in outputs]
     if len({len(each) for each in tensors}) != 1:
@@ -52,7 +52,7 @@ def common_scales(outputs: Sequence[Any]) -> tuple[float, ...]:
 
 
 def largest(errors: Sequence[float]) -> float:
-    """The largest of these; nan where one is."""
+    """Return the largest of the errors; nan if one is nan."""
     return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
 
 
@@ -74,5 +74,5 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def comparable(output: Any) -> list[Any]:
-    """Comparable values of an output: its tensors and numbers."""
+    """Return the comparable values of an output: tensors, integers, booleans and strings."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]

@@ -1,7 +1,7 @@
-"""Models, inputs and captured graphs in another dtype, in which they run throughout.
+"""Conversion of models, inputs and captured graphs to one dtype, in which they run throughout.
 
-Simulated quantisation by channels has operators of its own in float64, since torch's want scales of
-float32.
+Per-channel fake quantization has separate operators in float64, since torch's require float32
+scales.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
 from l0prune.exporting.certify.lending import Lent, borrowed, move, settle
 
-_OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
+_OWN = "l0prune_dtypes"  # key in a graph's meta: the captured model's ``Dtypes``
 CPU = torch.device("cpu")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -31,8 +31,8 @@ class Dtypes:
     """The floating-point dtypes of a model's tensors.
 
     Attributes:
-        main: that of its first parameter of floats, or of the parts of its complex ones.
-        others: by name, those of tensors that differ from it (norms of float32 among layers of
+        main: dtype of the first float parameter, or else of the first complex one's parts.
+        others: dtypes of tensors that differ from it, by name (norms of float32 among layers of
             bfloat16, complex numbers of float32 beside layers of float64).
     """
 
@@ -41,7 +41,7 @@ class Dtypes:
 
     @classmethod
     def of(cls, module: nn.Module) -> Dtypes:
-        """Dtypes of a module as it is."""
+        """Return the dtypes of a module's tensors."""
         main = dtype_of(module)
         found = {name: tensor.dtype for name, tensor in _floats(module)}
         return cls(main, {n: dtype for n, dtype in found.items() if dtype != in_terms(dtype, main)})
@@ -57,7 +57,7 @@ class Dtypes:
         return replace(self, others=others)
 
     def below(self, path: str) -> Dtypes:
-        """Dtypes for the submodule at ``path``, under its own names of its tensors."""
+        """Dtypes for the submodule at ``path``, by tensor names relative to it."""
         start = f"{path}." if path else ""
         inside = {name: dtype for name, dtype in self.others.items() if name.startswith(start)}
         others = {name.removeprefix(start): dtype for name, dtype in inside.items()}
@@ -73,9 +73,9 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def in_terms(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
-    """Dtype in a model of floats ``of`` for another: that, its complex one, or itself.
+    """Return the counterpart of ``dtype`` in a model of float dtype ``of``; integers keep theirs.
 
-    Of half precision there are no complex numbers that torch's operators take.
+    Half precision has complex64 as its complex dtype: torch's operators take no smaller one.
     """
     if dtype.is_complex:
         return torch.complex128 if of == torch.float64 else torch.complex64
@@ -83,7 +83,7 @@ def in_terms(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of floats or complex numbers, under each of their names."""
+    """Yield float and complex parameters and buffers, under each of their names."""
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -93,18 +93,18 @@ def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return the name of a dtype: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def marked(graph: GraphModule, dtypes: Dtypes) -> GraphModule:
-    """The graph of a model of these dtypes, which knows them from here on."""
+    """Record the dtypes of the graph's model in its meta, and return the graph."""
     graph.meta[_OWN] = dtypes
     return graph
 
 
 def lifted(to: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """For each floating-point dtype that holds less than ``to``, what stands for it there."""
+    """Return the replacement of each float and complex dtype that is less precise than ``to``."""
     most = torch.finfo(to).bits
     found = {dtype: to for dtype in _FLOATS if torch.finfo(dtype).bits < most}
     # bfloat16 has no complex numbers, and those of float16 are float32's in torch's operators
@@ -113,17 +113,17 @@ def lifted(to: torch.dtype) -> dict[torch.dtype, torch.dtype]:
 
 
 def converted(model: Model, dtype: torch.dtype) -> Model:
-    """A copy in ``dtype``.
+    """Return a copy in ``dtype``, its graphs included.
 
-    A capture writes down as a constant what the code calls ``x.dtype``.
+    A capture records ``x.dtype`` as a constant.
     """
     return follow(copied(model), dtype)
 
 
 def follow(module: Model, dtype: torch.dtype) -> Model:
-    """The module itself, moved into ``dtype`` with all that its graphs ask for.
+    """Convert the module and the dtypes in its graphs to ``dtype``, in place.
 
-    What they cast to something less than that (as under autocast) is lifted to it, too.
+    Casts in graphs to less precise dtypes (as under autocast) become casts to ``dtype``.
     """
     for graph in _graphs(module):
         old = graph.meta[_OWN].main
@@ -133,7 +133,7 @@ def follow(module: Model, dtype: torch.dtype) -> Model:
 
 
 def _moved(module: Model, dtype: torch.dtype) -> Model:
-    """``module.to(dtype)``, which would leave no more than the real parts of numbers."""
+    """Convert in place like ``module.to(dtype)``, but keep imaginary parts of complex tensors."""
     if any(isinstance(p, Lent) and p.dtype != dtype for p in module.parameters()):
         settle(module, dtype)
     module._apply(lambda tensor: tensor.to(in_terms(tensor.dtype, dtype)))
@@ -141,7 +141,7 @@ def _moved(module: Model, dtype: torch.dtype) -> Model:
 
 
 def placed(module: Model, device: torch.device) -> Model:
-    """The module itself, moved to a device with all that its graphs ask for."""
+    """Move the module and the devices in its graphs to ``device``, in place."""
     tensors = (*module.parameters(), *module.buffers())
     others = {tensor.device for tensor in tensors} - {device}
     if others:
@@ -153,7 +153,7 @@ def placed(module: Model, device: torch.device) -> Model:
 
 
 def restored(module: Model, dtypes: Dtypes) -> Model:
-    """The module itself, back in the dtypes of its model, whose names are its own or its graphs'.
+    """Convert the module back to its model's dtypes, in place; names are its own or its graphs'.
 
     Each tensor is rounded once.
     """
@@ -163,7 +163,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
             own = part.meta[_OWN].others  # type: ignore[index, union-attr]
             others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
     exact = {
-        name: tensor.detach().to(others[name], copy=True)  # a loan would have no memory of its own
+        name: tensor.detach().to(others[name], copy=True)  # a lent tensor has no memory
         for name, tensor in _floats(module)
         if name in others
     }
@@ -176,7 +176,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
 
 
 def asks_for_less(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether the module holds, or one of its graphs casts to, less than ``dtype``."""
+    """Return whether the module has tensors or graph casts of less precision than ``dtype``."""
     less = lifted(dtype)
     casts = any(casts_to_less(graph, dtype) for graph in _graphs(module))
     return casts or any(tensor.dtype in less for _, tensor in _floats(module))
@@ -201,9 +201,9 @@ def _dtypes_in(graph: GraphModule) -> Iterator[torch.dtype]:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype | None, device: torch.device = CPU) -> Inputs:
-    """Copies of the inputs, as a forward may write into them; floats in ``dtype``.
+    """Copy the inputs, since a forward may write into them, with floats in ``dtype``.
 
-    With None they stay in their own.
+    With None they keep their dtypes.
     """
 
     def to(leaf: Any) -> Any:
@@ -216,23 +216,23 @@ def cast(inputs: Inputs, dtype: torch.dtype | None, device: torch.device = CPU) 
 
 
 def _instead(old: torch.dtype, new: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """Substitutes of ``old`` and its complex dtype; bfloat16 has none."""
+    """Return the replacements of ``old`` and its complex dtype; bfloat16 has none."""
     if torch.bfloat16 in (old, new):
         return {old: new}
     return {old: new, old.to_complex(): new.to_complex()}
 
 
 def _limits(old: torch.dtype, new: torch.dtype) -> dict[float, float]:
-    """Substitutes of the largest numbers of ``old``, where they are less.
+    """Return the replacements of ±max of ``old``, if ``new`` has a smaller range.
 
-    What hides something (``torch.finfo(x.dtype).min``) is a number in the graph.
+    A mask's fill value (``torch.finfo(x.dtype).min``) is a number in the graph.
     """
     most, limit = torch.finfo(old).max, torch.finfo(new).max
     return {most: limit, -most: -limit} if most > limit else {}
 
 
 def _replace(graph: GraphModule, others: Mapping[Any, Any]) -> None:
-    """Ask for others where the graph names these dtypes, limits (floats) or devices."""
+    """Replace these dtypes, limits (floats) or devices in the arguments of the graph's nodes."""
 
     def other(leaf: Any) -> Any:
         is_named = type(leaf) in (torch.dtype, torch.device, float)
@@ -245,9 +245,9 @@ def _replace(graph: GraphModule, others: Mapping[Any, Any]) -> None:
 
 
 def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """A copy that computes in ``dtype`` or as it is, to be run and thrown away.
+    """Return a temporary copy that computes in ``dtype``, or in the model's dtypes.
 
-    Its parameters are the model's own to read; what it writes into them it keeps to itself.
+    It reads the model's parameters without a copy; its writes go to private copies.
     """
     loans = {id(p): loan for p in model.parameters() if (loan := borrowed(p, dtype)) is not None}
     result = copied(model, loans)
@@ -258,16 +258,16 @@ _ATEN = torch.ops.aten
 
 
 def in_float64(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, or what computes the same where its scales are of float64."""
+    """Return an operator's replacement for float64, or the operator itself."""
     return _INSTEAD.get(operator, operator)
 
 
 def _with_mask(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int
 ) -> tuple[Tensor, Tensor]:
-    """``scale·(clamp(q) − zero_point)`` with ``q`` the nearest level, and where it is in range.
+    """``scale·(clamp(q) − zero_point)`` with ``q`` the nearest level, and the mask of q in range.
 
-    As torch has it, a zero point of whole numbers is added to what was rounded, another before.
+    As in torch, an integer zero point is added after rounding, a float one before.
     """
     shape = [-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
     scale, zero_point = scale.view(shape), zero_point.view(shape)
@@ -280,15 +280,15 @@ def _with_mask(
 def _learned(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int, *_: Any
 ) -> Tensor:
-    """The zero point is rounded to one of the levels."""
+    """Fake-quantize per channel with a learned float zero point, rounded to a level."""
     rounded = zero_point.round().clamp(low, high).long()
     return _with_mask(x, scale, rounded, axis, low, high)[0]
 
 
 def _grouped(x: Tensor, weight: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Rows of each group times its own matrix: ``(rows, in)``, ``(groups, in, out)``, the ends.
+    """Multiply the rows of each group by its matrix: ``(rows, in)``, ``(groups, in, out)``, ends.
 
-    torch has no such product of float64. Rows after the last end are of no group.
+    torch has no such product in float64. Rows after the last end belong to no group and give 0.
     """
     result = x.new_zeros(x.shape[0], weight.shape[-1])
     start = 0
@@ -306,18 +306,18 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
 
 
 class InOneDtype(TorchDispatchMode):
-    """Within the context, whoever asks for a smaller floating-point dtype gets this one.
+    """Context in which operators that are given a less precise float dtype use this one.
 
-    Many networks cast inside: to float32 before a norm, to bfloat16 under ``torch.autocast``. A
-    comparison would show the rounding of those casts where an error of the cut is looked for; and
-    with weights in this dtype, an operator would be given two.
+    Many networks cast inside: to float32 before a norm, to bfloat16 under ``torch.autocast``. The
+    rounding of those casts would hide an error of the cut in a comparison; and with weights in
+    this dtype, an operator would get inputs of two dtypes.
     """
 
-    supports_higher_order_operators = True  # torch.cond chooses one of its branches, as it does
+    supports_higher_order_operators = True  # torch.cond works as without this mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile run inside: ``flex_attention`` cannot do without it."""
+        """Let torch.compile run inside, which ``flex_attention`` requires."""
         return True
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -327,9 +327,9 @@ class InOneDtype(TorchDispatchMode):
         self._lifted = lifted(dtype)
 
     def __enter__(self) -> InOneDtype:
-        """Let what is made without a dtype (``torch.ones(8)``) be of this one, too.
+        """Set the default dtype (of ``torch.ones(8)``) to this one, too, if that is less precise.
 
-        That is a setting of the process, so that threads take turns.
+        The default dtype is a setting of the process, so that threads take turns.
         """
         self._turn = one_at_a_time()
         self._turn.__enter__()
@@ -351,7 +351,7 @@ class InOneDtype(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator in this dtype, or its complex numbers, where it asks for a smaller."""
+        """Run the operator, or its float64 one, with a less precise ``dtype`` argument replaced."""
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in self._lifted:
             kwargs["dtype"] = self._lifted[kwargs["dtype"]]

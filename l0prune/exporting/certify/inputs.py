@@ -1,4 +1,4 @@
-"""Inputs and sizes on which a certificate is given: like the example's, as the model takes them."""
+"""Inputs and sizes for the comparisons of a certificate: like the example's, if the model runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def trials(
     free: FreeSizes = ALL_FIXED,
     sizes: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[tuple[Inputs, ...]]:
-    """Inputs of these batch sizes in several kinds, the least like the example first.
+    """Yield tuples of inputs of these batch sizes, the kind least like the example first.
 
-    Where other sizes are ``free``, each of the inputs has another of ``sizes``.
+    If other sizes are ``free``, the inputs take turns through ``sizes``.
 
-    Not every model takes every number: a mask has to leave each row something, a logarithm wants
-    positive ones, and the edges of a graph belong to its nodes.
+    Not every model takes all values: a mask may not be empty in a row, a logarithm needs positive
+    numbers, and the edges of a graph refer to its nodes.
     """
     for kind in (fresh_inputs, _other_rows):
         yield tuple(
@@ -50,10 +50,10 @@ def fresh_inputs(
     free: FreeSizes = ALL_FIXED,
     sizes: Mapping[str, int] = NO_SIZES,
 ) -> Inputs:
-    """Random inputs like the example's, with another batch, or other sizes, where these are given.
+    """Draw random inputs like the example's, with another batch size, or other sizes, if given.
 
-    Floats are normal with the example's mean and deviation; other numbers are drawn from those
-    that occur in the example, since only they are sure to be valid (token ids, masks).
+    Floats are normal with the example's mean and deviation; other numbers are drawn from the
+    example's, since only those are known to be valid (token ids, masks).
     """
     generator = torch.Generator().manual_seed(seed)
     size = examples_in(example)
@@ -79,7 +79,7 @@ def fresh_inputs(
 def _other_rows(
     example: Inputs, batch: int | None, seed: int, free: FreeSizes, sizes: Mapping[str, int]
 ) -> Inputs:
-    """The example's rows in another order and number, each float a little larger or smaller."""
+    """Draw rows of the example with replacement, and change each float by about 10%."""
     generator = torch.Generator().manual_seed(seed)
     size = examples_in(example)
     rows = torch.randint(size, (batch or size,), generator=generator)
@@ -104,7 +104,7 @@ def _other_rows(
 def _mapped(
     change: Callable[[Any, Mapping[int, str]], Any], example: Inputs, free: FreeSizes
 ) -> Inputs:
-    """The example with each leaf changed, which is given with its free dims."""
+    """Apply ``change`` to each leaf of the example, with the names of its free dims."""
     leaves, structure = pytree.tree_flatten(example)
     changed = [change(leaf, free.of(number)) for number, leaf in enumerate(leaves)]
     args, kwargs = pytree.tree_unflatten(changed, structure)
@@ -118,10 +118,10 @@ _OTHERS = 2  # beside the example's
 
 @stage("looking for input sizes that the model takes")
 def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
-    """Sizes of all free dims for each of several inputs, the example's last.
+    """Find sizes of the free dims that the model takes, up to two choices; the example's last.
 
-    An image may have to be a multiple of something, a text no longer than its positions. So a few
-    are tried for each name, one alone first.
+    An image's size may have to be a multiple, a text's has a maximum. So a few sizes are tried for
+    each name, with the others as in the example.
     """
     own = free.sizes(example)
     others = {name: _others(gated, example, free, name) for name in own}
@@ -143,13 +143,13 @@ def _others(gated: nn.Module, example: Inputs, free: FreeSizes, name: str) -> li
 
 
 def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIXED) -> Captured:
-    """The capture of a model in eval mode with a free batch, where torch.export finds one.
+    """Capture a model in eval mode with a free batch size, if torch.export can.
 
-    And with those of the ``free`` sizes that it finds to be free, too.
+    Those of the ``free`` sizes that can be free are so, too.
 
-    torch.export goes by a batch of two or more, and believes that one example takes the same way.
-    Where it does not (``if x.shape[0] == 1``, ``x.squeeze()``), the graph is for two or more; or,
-    if the example is of one, for just that.
+    torch.export traces a batch of two or more, and assumes the same path for one example. If that
+    is wrong (``if x.shape[0] == 1``, ``x.squeeze()``), the graph is for two or more; or, if the
+    example is a batch of one, for one only.
 
     Raises:
         CaptureError: torch.export cannot follow the model.
@@ -165,12 +165,12 @@ def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIX
 def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> bool:
     """Return whether the graph is right for the first example, or group of examples, alone.
 
-    Whether it does so exactly is for the certificate to say.
+    This is a coarse check; the certificate compares exactly.
     """
     single = first_rows(example, captured.batches.multiple)
     graph = captured.program.module(check_guards=False)
     try:
         expected, found = (output_as_it_is(module, single) for module in (model, graph))
-    except Exception:  # one of them does not take it
+    except Exception:  # one of them cannot run on it
         return False
     return difference(expected, found) <= LARGEST

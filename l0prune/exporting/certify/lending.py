@@ -1,8 +1,8 @@
-"""Parameters without memory of their own: their numbers are made where an operator reads them.
+"""Parameters without memory of their own, whose values are computed when an operator reads them.
 
-A model in another dtype borrows its weights: each is converted where an operator reads it, and let
-go of when that operator is done. So are the weights of a smaller model folded with their gates in
-float64. While a network runs in float64, there is never more than one layer of it in that dtype.
+A model in another dtype borrows its weights: each is converted when an operator reads it, and freed
+when that operator is done. The weights of a small model are folded with their gates in float64 in
+the same way. While a network runs in float64, never more than one layer of it is in that dtype.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _DETACH = torch.ops.aten.detach.default
 
 
 class _Loan:
-    """Parameter that is lent, and what has become of it.
+    """Lent parameter: the stored values and the state of the loan.
 
     Attributes:
-        original: the numbers as they are stored.
+        original: the values as stored.
         dtype: the borrower's.
-        fold: makes of a copy in float64 what is read, in place; None for the numbers themselves.
-        own: what the borrower wrote; None until then.
+        fold: computes the values from a float64 copy, in place; None for the values as stored.
+        own: the borrower's copy once it has written; None until then.
         is_read: whether an operator has read it.
     """
 
@@ -38,7 +38,7 @@ class _Loan:
         self.is_read = False
 
     def made(self, *, copy: bool) -> Tensor:
-        """The values, in the borrower's dtype."""
+        """Compute the values in the borrower's dtype."""
         if self.own is not None:
             return self.own.clone() if copy else self.own
         if self.fold is None:
@@ -46,30 +46,30 @@ class _Loan:
         return self.fold(self.original.to(torch.float64, copy=True)).to(self.dtype)
 
     def given(self, dtype: torch.dtype, device: torch.device | None = None) -> _Loan:
-        """Return this loan in another dtype, or from another device."""
+        """Return a new loan of the same values in another dtype, or on another device."""
         loan = _Loan(self.original.to(device), dtype, self.fold)
         loan.own = None if self.own is None else self.own.to(device, dtype)
         return loan
 
     def read(self) -> Tensor:
-        """The values, for an operator."""
+        """Return the values for an operator, and record that they were read."""
         self.is_read = True
         return self.made(copy=False)
 
     def written(self) -> Tensor:
-        """A copy of the values that the borrower keeps, since it writes into them."""
+        """Return the borrower's copy of the values, for an operator that writes into them."""
         self.own = self.made(copy=self.own is None)
         return self.own
 
 
 class Lent(Tensor):
-    """Looks like a tensor of the borrower's dtype; holds the lender's."""
+    """Tensor subclass with the borrower's dtype that holds a loan instead of memory."""
 
     loan: _Loan
 
     @staticmethod
     def __new__(cls: type[Lent], loan: _Loan) -> Lent:
-        """A tensor without a memory of its own, as large as what is lent."""
+        """Make a tensor without memory, of the lent tensor's shape."""
         result: Lent = shell(cls, loan.original, loan.dtype)
         result.loan = loan
         return result
@@ -77,7 +77,7 @@ class Lent(Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Another one of the same numbers."""
+        """Return another loan of the same stored values; a written copy is cloned."""
         loan = self.loan.given(self.loan.dtype)
         loan.own = None if loan.own is None else loan.own.clone()
         result: Tensor = Lent(loan)
@@ -94,7 +94,7 @@ class Lent(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator on the values themselves."""
+        """Run the operator on the computed values."""
         if func is _DETACH:
             return Lent(args[0].loan)
         writes = schema_of(func).is_mutable
@@ -115,7 +115,7 @@ def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def borrowed(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter | None:
-    """Return the parameter as one that is lent; None for what is no ordinary tensor of floats."""
+    """Return a lent parameter for ``parameter``; None unless that is a plain dense float tensor."""
     if isinstance(parameter, Lent):
         loan = parameter.loan
         return _as_parameter(Lent(_Loan(loan.original, dtype or loan.dtype, loan.fold)), parameter)
@@ -126,17 +126,17 @@ def borrowed(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter
 
 
 def folded(stored: Tensor, fold: Fold) -> Tensor:
-    """A tensor of float64 that ``fold`` makes, in place, of a copy of what is stored, when read.
+    """Return a float64 tensor computed on reading: ``fold`` applied to a copy of ``stored``.
 
-    Nobody else may write to what is ``stored``.
+    Nobody else may write to ``stored``.
     """
     return Lent(_Loan(stored, torch.float64, fold))
 
 
 def settle(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give a module, in place, memory of its own for all parameters that are lent.
+    """Replace a module's lent parameters by ordinary ones, in place; originals are released.
 
-    Without ``dtype`` they stay what they are. Each lets go of what it was lent from.
+    Without ``dtype`` their dtypes are unchanged.
     """
 
     def own(old: Lent) -> Tensor:
@@ -147,12 +147,12 @@ def settle(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move, in place, what a module's parameters are lent from; they stay lent."""
+    """Move the stored values of a module's lent parameters to a device; they stay lent."""
     _replace(module, lambda old: Lent(old.loan.given(old.dtype, device)))
 
 
 def _replace(module: nn.Module, make: Callable[[Lent], Tensor]) -> None:
-    """Replace all parameters that are lent. Tied ones stay tied."""
+    """Replace all lent parameters of a module in place; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part._parameters.items():
@@ -163,6 +163,6 @@ def _replace(module: nn.Module, make: Callable[[Lent], Tensor]) -> None:
 
 
 def read_of(borrower: nn.Module) -> frozenset[str]:
-    """Names of the parameters that were lent to this copy and that it has read."""
+    """Return the names of the lent parameters that this copy of a model has read."""
     named = borrower.named_parameters()
     return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)

@@ -1,7 +1,7 @@
-"""The model itself, compared once with the kind of copy that all else is about.
+"""Comparison of the user's model with a copy of it.
 
-Every step of an export works on copies. A class may leave something out of them, by a
-``__getstate__`` or a ``__deepcopy__`` of its own.
+Every step of an export works on copies. A class may leave something out of its copies by its
+``__getstate__`` or ``__deepcopy__``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from l0prune.exporting.certify.difference import difference
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
-# Both run the same kernels on the same weights; some of a GPU's add up in another order each time.
+# Both run the same kernels on the same weights; on a GPU the order of some sums is random.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OF_HALF = 2e-2
 _SHOWN = 3  # attributes in a message
@@ -36,28 +36,28 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 @stage("comparing the model with a copy of it")
 def check_copy(model: nn.Module, example: Inputs) -> str:
-    """Compare what the model computes, where it is, with what a copy of it does, in eval mode.
+    """Compare the outputs of the model and of a copy, in eval mode on the model's device.
 
-    The model stays as it is: modes, buffers, attributes, random numbers.
+    The model is unchanged afterwards: modes, buffers, attributes, random state.
 
     Returns:
-        Why they were not compared; empty where they were.
+        Why they were not compared; empty if they were.
 
     Raises:
-        UsageError: they differ; with the names of what the copy lacks, where some are found.
+        UsageError: they differ; the message names attributes that the copy lacks, if any.
     """
     twin = copied(model, {id(parameter): parameter for parameter in model.parameters()})
     outputs, failures = [], []
     for name, each in (("The model itself", model), ("A copy of the model", twin)):
         try:
             outputs.append(_output(each, example))
-        except Exception as error:  # what the model raises is not known
+        except Exception as error:  # the model may raise any class
             failures.append(
                 f"{name} could not be run on its example, so that the two were not compared: "
                 f"{in_a_line(error)}."
             )
     if len(failures) == 2:
-        return ""  # as on a machine that lacks an operator; what follows says it
+        return ""  # such as an operator missing on this machine, which later passes report
     if failures:
         return failures[0]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -78,7 +78,7 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
 
 
 def _output(model: nn.Module, example: Inputs) -> Any:
-    """Return what the model computes in its own dtypes, on its device."""
+    """Return the model's output in its dtypes, on its device."""
     device = device_of(model)
 
     def placed(leaf: Any) -> Any:
@@ -92,7 +92,7 @@ def _output(model: nn.Module, example: Inputs) -> Any:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Within the context the model evaluates with its own code; afterwards it is as it was."""
+    """Context in which the model runs uncompiled in eval mode; restores its state on exit."""
     kept = _BeforeWrites([*model.parameters(), *model.buffers()])
     stance = torch.compiler.set_stance("force_eager")
     try:
@@ -105,7 +105,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _BeforeWrites(TorchDispatchMode):
-    """Within it, tensors are copied before an operator writes into their memory."""
+    """Context that copies tensors before an operator writes into their memory."""
 
     supports_higher_order_operators = True
 
@@ -129,20 +129,20 @@ class _BeforeWrites(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tensors share that lie in the same memory; 0 where they have none."""
+    """Return the storage address of a tensor, equal for views; 0 without a plain storage."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _is_random(model: nn.Module, example: Inputs, output: Any) -> bool:
-    """Check whether the model answers otherwise when it is asked again, with random numbers of
-    its own: then this comparison shows nothing, and the certificate's is with the same draws.
+    """Check whether a second run of the model gives another output, by random numbers of its own.
+    Then this comparison proves nothing; the certificate's is with the same draws.
     """
     return difference(output, _output(model, example)) > _ROUNDING[torch.float32]
 
 
 def _lost(model: nn.Module, twin: nn.Module) -> list[str]:
-    """Return what modules of the model hold that those of the copy do not, in words."""
+    """Describe module attributes that the copy lacks or has with other values."""
     others, found = dict(twin.named_modules(remove_duplicate=False)), []
     for path, module in model.named_modules(remove_duplicate=False):
         other = vars(others[path]) if path in others else {}

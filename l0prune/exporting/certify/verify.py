@@ -1,4 +1,4 @@
-"""Passes of an export that show the smaller model to compute what the gated one does."""
+"""Passes of an export that verify that the small model computes what the gated one does."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from l0prune.running.stages import stage
 
 Answers = TypeVar("Answers")
 
-BATCHES = (2, 3, 1)  # beside one example, which torch.export takes for a case of its own
+BATCHES = (2, 3, 1)  # 1 as well, which torch.export specializes
 
 
 def counted_in(plan: Plan) -> Set[str]:
-    """Return the parameters that count, by name: the others were not used in eval mode."""
+    """Return the names of parameters that the plan counts: those used in eval mode."""
     return {cost.tensor for cost in plan.costs if cost.unit == "params"}
 
 
 def verify_class(network: Network) -> Network:
-    """Verify the model of its own class, without a capture: what it computes is the proof.
+    """Verify the model of its own class by its outputs alone, without a capture.
 
     Raises:
-        NotThisWay: no class is the same function, or shown to be: at a size of its batches that
-            the model does not take, or where its forward does not read its own parameters (it
-            reaches another object's, which a copy does not cut).
+        NotThisWay: no class computes the same, or this cannot be shown: the model does not take
+            one of the batch sizes, or its forward does not read its own parameters (but those of
+            another object, which is not cut with a copy).
     """
     chosen, counted = network.selected, counted_in(network.plan)
     predicted = round(cost_of(network.plan).amount(chosen.kept.double(), "params"))
@@ -77,7 +77,7 @@ def verify_class(network: Network) -> Network:
 
 
 def answers_to_all(network: Network, batches: Sequence[int]) -> tuple[Answer, ...]:
-    """Answers of the gated model to inputs of all these batches; empty if it takes none."""
+    """Return the gated model's answers to inputs of all these batch sizes; empty if not all run."""
     for inputs in trials(network.example, batches, network.free, network.sizes):
         if len(inputs) == len(batches):
             with suppress(CertificateError):
@@ -88,7 +88,7 @@ def answers_to_all(network: Network, batches: Sequence[int]) -> tuple[Answer, ..
 
 
 def _answers(network: Network, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
-    """Answers of the gated model, which runs only on inputs that are new."""
+    """Return the gated model's answers, from ``network.asked`` if these inputs were run before."""
     for known in network.asked:
         if _is_same([answer.inputs for answer in known], list(inputs)):
             return known
@@ -118,7 +118,7 @@ def verify(network: Network) -> Network:
 
 
 def _verify_whole(network: Network, predicted: int) -> Network:
-    """A model of one piece: its graph must be right, its own class may be."""
+    """Verify a model that was captured whole: its graph must be right, its own class may be."""
     captured, graph = network.captured.found[0].analysis.captured, network.graphs[""]
     _check_count(graph, network.captured, predicted)
     batches = captured.batches.first(BATCHES) if captured.dynamic else (captured.batch,)
@@ -149,7 +149,7 @@ def _verify_whole(network: Network, predicted: int) -> Network:
 
 
 def _verify_islands(network: Network, predicted: int) -> Network:
-    """A model of which only islands were captured: their own classes, or else their graphs."""
+    """Verify a model captured in parts, each part with its own class, or else its graph."""
     parts, graphs = network.captured, network.graphs
     paths = list(graphs)
     first, of_one = _one_example(network, paths)
@@ -171,7 +171,7 @@ def _verify_islands(network: Network, predicted: int) -> Network:
         changes = {p: c for p, c in changes.items() if not is_within(p, path)}
         layers = {p: c for p, c in layers.items() if not is_within(p, path)}
     _check_count(small, parts, predicted)
-    # a graph of a part asks for the example's sizes, and refuses others
+    # a part's graph accepts the example's sizes only
     also = () if replaced else first
 
     def against(inputs: Sequence[Inputs]) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
@@ -203,9 +203,9 @@ def _verify_islands(network: Network, predicted: int) -> Network:
 def _one_example(
     network: Network, paths: Sequence[str]
 ) -> tuple[tuple[Inputs, ...], dict[str, tuple[Answer, ...]]]:
-    """The example's first one alone, and what each part answers to what it receives of it.
+    """Return the first single example, and each part's answers to the inputs it receives for it.
 
-    Both are empty where the model does not take it, or where it is all that the example holds.
+    Both are empty if the model does not take it, or if the example is a single one.
     """
     if examples_given(network.example) > 1:
         first = first_of(network.example)
@@ -221,12 +221,12 @@ def _certified(
     against: Callable[[Sequence[Inputs]], tuple[Answers, Sequence[Check]]],
     free: Set[str] = frozenset(),
 ) -> tuple[Answers, Certificate]:
-    """The certificate, and the answers that it was given on: to inputs that the model takes.
+    """Return a certificate with its answers, on the first kind of inputs that the model takes.
 
-    They are of other sizes where a name is among the ``free`` ones.
+    Sizes named in ``free`` vary between the inputs.
 
     Raises:
-        CertificateError: the comparison failed, or the model takes not even its example.
+        CertificateError: the comparison failed, or the model does not take even its example.
     """
     failures = []
     sizes = [{name: each[name] for name in free} for each in network.sizes]
@@ -247,10 +247,10 @@ def _certified(
 
 
 def check_own_dtypes(network: Network) -> None:
-    """Let what is handed out run in its own dtypes, where the comparisons have used others.
+    """Run the small model in its own dtypes, if these are less precise than the comparisons'.
 
     Raises:
-        CertificateError: it fails, or gives what is no number, where the gated model does not.
+        CertificateError: it fails, or its output is not finite, and the gated model's is.
     """
     single = torch.float32
     small = {id(made): made for made in (network.small, network.graphs.get("")) if made is not None}
@@ -259,7 +259,7 @@ def check_own_dtypes(network: Network) -> None:
     try:
         if not is_finite(network.gated, network.example):
             return
-    except Exception:  # not every operator is there in every dtype on the CPU
+    except Exception:  # some operators lack some dtypes on the CPU
         return
     for exact in small.values():
         what = ""
@@ -278,7 +278,7 @@ def check_own_dtypes(network: Network) -> None:
 
 
 def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
-    """Raise CertificateError where the parameters left are not those that the plan counts."""
+    """Raise CertificateError if the number of parameters is not the one that the plan predicts."""
     names = {name for name, _ in module.named_parameters()} - set(parts.unused)
     found = _count(module, names)
     if found != predicted:
@@ -289,5 +289,5 @@ def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
 
 
 def _count(module: nn.Module, names: Set[str]) -> int:
-    """Number of elements of the parameters of these names."""
+    """Count the elements of the parameters of these names."""
     return sum(p.numel() for name, p in module.named_parameters() if name in names)

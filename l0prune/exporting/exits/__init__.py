@@ -1,1 +1,1 @@
-"""Early exits of an export: when each answers, and one file that computes no further."""
+"""Early exits of an export: thresholds, and ONNX files that skip what need not be computed."""

@@ -1,7 +1,7 @@
-"""Criteria: how sure an exit is of its answer, and how near that is to the threshold.
+"""Criteria of early exits: the score of an answer, and its margin to the threshold.
 
-A network is left at the first exit whose score is at least its threshold. Each criterion is said
-once, in torch: the ONNX file holds what the exporter makes of it.
+A forward stops at the first exit whose score is at least its threshold. Criteria are written in
+torch only; the exporter translates them for the ONNX file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from l0prune.errors import UsageError
 
 
 class Criterion(ABC):
-    """Measure of how sure an exit is; a further one is a subclass under ``@register``.
+    """Score of how sure an exit is; further criteria are subclasses with ``@register``.
 
     Attributes:
         name: in ``choose_exits(criterion=…)``.
-        steepness: by how much the score changes at most, where no number of the answers changes by
-            more than 1.
+        steepness: the most that the score changes if each number of the answers changes by at
+            most 1.
     """
 
     name: ClassVar[str]
@@ -31,13 +31,13 @@ class Criterion(ABC):
 
     @abstractmethod
     def score(self, answers: Sequence[Tensor]) -> Tensor:
-        """Return how sure the last of these answers is, of exits in their order.
+        """Return the score of the last of these answers, which are in the order of the exits.
 
         Shape: each (n, classes, …) to (n,).
         """
 
     def margin(self, score: Tensor, threshold: Tensor, answers: Sequence[Tensor]) -> Tensor:
-        """Return how far the decision is from another one, in units of the score; (n,)."""
+        """Return the distance to the opposite decision, in units of the score; (n,)."""
         return (score - threshold).abs()
 
 
@@ -45,13 +45,13 @@ _KINDS: dict[str, type[Criterion]] = {}
 
 
 def register(kind: type[Criterion]) -> type[Criterion]:
-    """Make a criterion known by its name."""
+    """Register a criterion under its name."""
     _KINDS[kind.name] = kind
     return kind
 
 
 def criterion_of(name: str) -> Criterion:
-    """Return the criterion of a name.
+    """Return the criterion that is registered under a name.
 
     Raises:
         UsageError: there is none.
@@ -95,10 +95,10 @@ class Entropy(Criterion):
 
 @register
 class Patience(Criterion):
-    """Agreement: how many exits before this one, without a break, choose the same class.
+    """Number of consecutive exits before this one that choose the same class.
 
-    Zhou et al. 2020 (arXiv 2006.04152). Of answers with several places it is the lowest. The
-    decision is as far from another one as the two largest scores of any answer are apart.
+    Zhou et al. 2020 (arXiv 2006.04152). For answers with several places it is the lowest count.
+    The margin is the least difference between the two largest numbers of any answer.
     """
 
     name = "patience"

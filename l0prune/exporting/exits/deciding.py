@@ -1,4 +1,4 @@
-"""Networks that stop at the first exit that is good enough, in torch."""
+"""Networks in torch that stop at the first exit whose score reaches its threshold."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Decision(NamedTuple):
 
     Attributes:
         output: the answers; (n, …).
-        exit: the number of the exit that gave each, from 0; that of the network's own end is the
+        exit: the number of the exit that gave each answer, from 0; for the network's end it is the
             number of early exits; int64, (n,).
-        margin: how far the decisions on the way there were from other ones, at the least; (n,).
+        margin: the least margin of the decisions up to that exit; (n,).
     """
 
     output: Tensor
@@ -31,7 +31,7 @@ class Decision(NamedTuple):
 
 
 class _Left(Exception):
-    """The network was left at an exit; carries the decision."""
+    """Signal that a forward stops at an exit; carries the decision."""
 
     def __init__(self, decision: Decision) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class _Left(Exception):
 class EarlyExit(nn.Module):
     """A network that answers at the first exit whose score is at least its threshold.
 
-    A single example is computed no further than that exit. Of a batch of several all exits are
-    computed, and each example has the answer that it has alone.
+    A single example is computed no further than that exit. For a larger batch all exits are
+    computed, and each example gets the answer that it gets alone.
 
     Attributes:
         network: an exported network with exits.
@@ -61,7 +61,7 @@ class EarlyExit(nn.Module):
         return self.decide(*args, **kwargs).output
 
     def decide(self, *args: Any, **kwargs: Any) -> Decision:
-        """Return the answers, which exits gave them, and how sure that was."""
+        """Return the answers, the exits that gave them, and the margins."""
         if examples_in((args, kwargs)) != 1:
             return self._of_all(*answers_of(self.network, args, kwargs))
         seen: list[Tensor] = []
@@ -81,7 +81,7 @@ class EarlyExit(nn.Module):
         return _decision(last, len(seen), margins)
 
     def judge(self, number: int, answers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return whether the answer of an exit is good enough, and the margin; both (n,).
+        """Return whether an exit's score reaches its threshold, and the margin; both (n,).
 
         Args:
             number: of the exit.
@@ -92,7 +92,7 @@ class EarlyExit(nn.Module):
         return score >= threshold, self.criterion.margin(score, threshold, answers)
 
     def _of_all(self, exits: Sequence[Tensor], last: Tensor) -> Decision:
-        """Choose among the answers of all exits."""
+        """Choose the answer of each example among those of all exits."""
         judged = [self.judge(number, exits[: number + 1]) for number in range(len(exits))]
         margins = [margin for _, margin in judged]
         found = _decision(last, len(exits), margins)
@@ -132,7 +132,7 @@ def run(
 
 
 class _Stepwise(Interpreter):
-    """A captured graph, run node by node; exits are told when their nodes were."""
+    """Interpreter of a captured graph that reports each exit's answer once it is computed."""
 
     def __init__(self, graph: GraphModule, reached: Reached) -> None:
         super().__init__(graph)
@@ -142,7 +142,7 @@ class _Stepwise(Interpreter):
         self._exits = {node: number for number, node in enumerate(exits)}
 
     def run_node(self, node: Node) -> Any:
-        """Compute one node."""
+        """Compute one node; report the answer if it is an exit's."""
         found = super().run_node(node)
         if node in self._exits:
             self._reached(self._exits[node], found)

@@ -1,4 +1,4 @@
-"""The public ``choose_exits``: thresholds for the exits of an export, and what they come to."""
+"""``choose_exits``: thresholds for an export's early exits, with their cost and metric."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Exit:
     """Threshold, share, metric and cost of one exit, on the held-out examples.
 
     Attributes:
-        at: path of the module whose output it reads; of the last one ``the end``.
-        threshold: of the score from which it answers; infinite where it never does.
-        share: of the examples, that it answers.
-        alone: the metric, if it answered all.
-        cost: of one example that leaves there, in the unit of the measure.
+        at: path of the module whose output the exit reads; ``the end`` for the last exit.
+        threshold: least score at which the exit answers; infinite where it never does.
+        share: share of the examples that the exit answers.
+        alone: the metric if the exit answered all examples.
+        cost: of one example that leaves at the exit, in the unit of the measure.
     """
 
     at: str
@@ -67,19 +67,19 @@ class Exit:
 
 @dataclass
 class EarlyExits:
-    """An exported network that is left at the first exit that is sure enough.
+    """Exported network that stops at the first exit whose score reaches its threshold.
 
     Attributes:
         module: of torch, in float32 on the CPU; ``module.decide(x)`` also says which exit answers.
-        exits: the early ones, and the network's own end.
-        criterion: the name of how sure an exit is.
-        measure: what costs are in.
-        metric: the name of what errors are in.
+        exits: the early exits, then the end of the network.
+        criterion: name of the criterion that scores the answers of exits.
+        measure: name of the measure of the costs.
+        metric: name of the metric.
         value: the metric with these exits, on the held-out examples.
-        last: the metric of the network's own end, there.
-        examples: held out.
-        rounding: decisions of which the margin is at most this may be others in another runtime;
-            see ``save_onnx``.
+        last: the metric of the network's end, on the held-out examples.
+        examples: number of held-out examples.
+        rounding: decisions with at most this margin may differ in another runtime; see
+            ``save_onnx``.
         certificate: of the export, and of the file, once one was written.
     """
 
@@ -110,15 +110,15 @@ class EarlyExits:
     def save_onnx(self, path: str | os.PathLike[str]) -> Path:
         """Write one ONNX file that computes no further than the exit that answers.
 
-        All that follows an exit stands inside an ``If``, for one example at a time; the file of
+        All nodes after an exit are inside an ``If``, for one example at a time; the file of
         ``Export.save_onnx`` computes all exits of any batch. Outputs are ``logits``, ``exit`` (its
-        number, from 0) and ``margin``: how far the decisions were from other ones, in units of the
-        score. Where it is at most ``rounding``, another runtime may leave at another exit. Every
+        number, from 0) and ``margin``: the least distance to the opposite decision, in units of
+        the score. If it is at most ``rounding``, another runtime may leave at another exit. Every
         way through the file is compared with the gated model. For other thresholds set
         ``module.thresholds`` and write the file anew.
 
         Raises:
-            CertificateError: a way computes something else, or is taken where torch takes another.
+            CertificateError: the outputs of a way differ, or torch leaves at another exit.
             FileError: the file cannot be written.
             L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
         """
@@ -139,7 +139,7 @@ class EarlyExits:
 
     @stage("comparing the decisions of the file with those of torch")
     def _check_decisions(self, file: ExitFile) -> None:
-        """Raise CertificateError where a held-out example leaves elsewhere, not within rounding."""
+        """Raise CertificateError where file and torch differ in the exit by more than rounding."""
         for number, (args, kwargs) in enumerate(self._inputs):
             with torch.no_grad():
                 mine = self.module.decide(*args, **kwargs)
@@ -153,7 +153,7 @@ class EarlyExits:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all that was chosen, as plain data; a threshold that nothing passes is None."""
+        """Return the choice as plain data; infinite thresholds are texts, ``inf`` or ``-inf``."""
         return {
             "criterion": self.criterion,
             "thresholds": [
@@ -212,7 +212,7 @@ def choose_exits(
     metric: Any = None,
     batch_size: int = _BATCH,
 ) -> EarlyExits:
-    """Choose when the exits of an export answer, by examples that it has not learned from.
+    """Choose the thresholds of an export's early exits on held-out examples.
 
     Args:
         dense: the export of a network with exits (``add_exits``).
@@ -275,7 +275,7 @@ def _asked(
 
 
 def _early(dense: Export, criterion: str) -> EarlyExit:
-    """Return the module that decides, with thresholds that nothing passes."""
+    """Return the early-exit module of an export, with infinite thresholds."""
     if not isinstance(dense, Export):
         raise UsageError(
             f"thresholds are chosen for an export, not for a {type(dense).__name__}: "
@@ -300,7 +300,7 @@ def _early(dense: Export, criterion: str) -> EarlyExit:
 
 
 def _tensors_of(dense: Export) -> tuple[str, ...]:
-    """Return the names of the outputs, where those of an early exit are numbered."""
+    """Return the names of the outputs if they are those of a network with exits; else none."""
     (piece,) = dense.pieces
     names = piece.answers[0].names
     rest = tuple(f"exits_{number}" for number in range(len(names) - 1))
@@ -308,13 +308,13 @@ def _tensors_of(dense: Export) -> tuple[str, ...]:
 
 
 def _task(data: Any, loss: Any, metric: Any) -> Task:
-    """Return a task whose test part is what is given."""
+    """Return the task of the data; data without a test part become the test part."""
     alone = is_split(data) or (not isinstance(data, Task) and Task.of(data).test is None)
     return Task.of(([], data) if alone else data, loss, metric)
 
 
 def _costs(early: EarlyExit, dense: Export, seen: Seen, measure: str, threads: int) -> Any:
-    """Return the cost of each way, in the unit of the measure."""
+    """Return the cost of one example up to each exit, in the unit of the measure."""
     first = seen.inputs[0]
     if measure != Latency.name:
         return macs_of_ways(early, first)
@@ -325,7 +325,7 @@ def _costs(early: EarlyExit, dense: Export, seen: Seen, measure: str, threads: i
 
 
 def _choose(held_out: HeldOut, limit: Limit | None, allowed: float | None) -> Any:
-    """Return the thresholds.
+    """Return the best thresholds under the budget or the tolerance.
 
     Raises:
         UsageError: the budget cannot be met.
@@ -358,7 +358,7 @@ def _choose(held_out: HeldOut, limit: Limit | None, allowed: float | None) -> An
 def _result(
     early: EarlyExit, dense: Export, task: Task, seen: Seen, held_out: HeldOut, measure: str
 ) -> EarlyExits:
-    """Return what the chosen thresholds come to."""
+    """Return shares, metrics and costs under the chosen thresholds."""
     thresholds = early.thresholds.double().numpy()
     ways = held_out.ways(thresholds)
     alone = seen.values.mean(1)
@@ -389,7 +389,7 @@ def _result(
 
 
 def _complaints(result: EarlyExits) -> Sequence[str]:
-    """Return warnings of exits that nothing or everything leaves by."""
+    """Return warnings about exits that answer no example, or every one that reaches them."""
     found, left = [], 1.0
     for number, each in enumerate(result.exits[:-1]):
         if each.share == 0 and left > 0:

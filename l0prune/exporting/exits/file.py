@@ -1,4 +1,4 @@
-"""The ONNX file of a network with early exits: made, and compared with the gated model."""
+"""ONNX file of a network with early exits: writing, and comparison with the gated model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from l0prune.running.stages import stage
 
 
 class _AllWays(nn.Module):
-    """All answers and decisions of a network with early exits, for the exporter."""
+    """Module for the exporter that returns all answers and decisions of a network with exits."""
 
     def __init__(self, early: EarlyExit) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class _AllWays(nn.Module):
 
 @stage("writing the file with early exits")
 def write(early: EarlyExit, example: Inputs, path: Path) -> None:
-    """Write the file, which holds the thresholds.
+    """Write the ONNX file, with the thresholds as an initializer.
 
     Args:
         early: in float32, on the CPU.
-        example: of the network's inputs; its first row is what the file is made with.
+        example: inputs of the network, of which the exporter gets the first row.
         path: of the file.
 
     Raises:
@@ -84,7 +84,7 @@ def write(early: EarlyExit, example: Inputs, path: Path) -> None:
 
 
 def input_names(network: nn.Module, example: Inputs, count: int) -> Sequence[str]:
-    """Return what the network's own forward calls its inputs; else numbered ones."""
+    """Return the argument names of the network's forward; numbered ones if they do not fit."""
     inner = network
     while isinstance(inner, ExitNetwork | InputGatedNetwork):
         inner = inner.network
@@ -98,7 +98,7 @@ def input_names(network: nn.Module, example: Inputs, count: int) -> Sequence[str
 
 
 def forced_to(path: Path, exits: int, number: int) -> bytes:
-    """Return the file with other thresholds: those with which every example leaves at one exit."""
+    """Return the file with thresholds by which every example leaves at one exit."""
     import onnx
     from onnx import numpy_helper
 
@@ -109,12 +109,12 @@ def forced_to(path: Path, exits: int, number: int) -> bytes:
 
 
 class ExitFile:
-    """A file with early exits in ONNX Runtime, asked one example at a time.
+    """File with early exits in ONNX Runtime, run one example at a time.
 
     Args:
         path: of the file.
-        piece: that the export was captured as.
-        exits: early ones.
+        piece: the captured program of the export.
+        exits: number of early exits.
 
     Raises:
         L0pruneError: ONNX Runtime does not take it.
@@ -153,7 +153,7 @@ def _single(leaf: Any) -> Tensor:
 
 
 def _one_by_one(session: Session, number: int, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the answers to the examples of a batch, all of which are to leave at one exit."""
+    """Return the answers to a batch; raise CertificateError where another exit answers."""
     outputs, exits, _ = one_by_one(session, leaves)
     for exit_ in exits.tolist():
         if exit_ != number:
@@ -165,7 +165,7 @@ def _one_by_one(session: Session, number: int, leaves: list[Tensor]) -> list[Ten
 
 
 def one_by_one(session: Session, leaves: list[Tensor]) -> list[Tensor]:
-    """Return the outputs for the examples of a batch, each of which is computed alone."""
+    """Run the examples of a batch one at a time; return the concatenated outputs."""
     size = max(len(leaf) for leaf in leaves if leaf.ndim)
     found = [
         session([x[row : row + 1] if x.ndim and len(x) == size else x for x in leaves])
@@ -175,7 +175,7 @@ def one_by_one(session: Session, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def times(path: Path, inputs: Inputs, piece: ExportedPart, exits: int, threads: int) -> Array:
-    """Return the milliseconds of one example that leaves at each exit; writes beside the file."""
+    """Return the milliseconds of one example up to each exit; write files beside the path."""
     import onnx
 
     leaves = (_single(leaf).numpy() for leaf in piece.read(inputs))
@@ -187,7 +187,7 @@ def times(path: Path, inputs: Inputs, piece: ExportedPart, exits: int, threads: 
 
 
 def _only(answer: Answer, place: int) -> Answer:
-    """Return an answer with one of its tensors."""
+    """Return an answer reduced to one of its tensors."""
     alone = answer.of_tensors()
     assert alone.single is not None
     return replace(

@@ -1,8 +1,8 @@
-"""One ONNX file in which all that follows an exit stands inside an ``If``.
+"""ONNX file in which all nodes after an exit are nested in an ``If``.
 
-It is made of a file that computes every exit: what an exit needs and no earlier one did is one
-level, and each level is the ``else_branch`` of the one before it. Branches read the values of the
-levels around them, as ONNX lets them.
+The source is a file that computes every exit. The nodes that an exit needs and no earlier exit did
+are one level, and each level is the ``else_branch`` of the one before. Branches read values of the
+enclosing levels, as ONNX allows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ THRESHOLDS = "thresholds"
 
 
 class Level(NamedTuple):
-    """Names of the outputs of one exit in a file that computes all.
+    """Names of the outputs of one exit in a file that computes all exits.
 
     Attributes:
         answer: of the exit.
-        passes: whether it is good enough; one bool.
-        margin: how far that decision, and those before it, are from another one.
+        passes: whether the score reaches the threshold; one bool.
+        margin: the least margin of this decision and those before.
     """
 
     answer: str
@@ -36,7 +36,7 @@ class Level(NamedTuple):
 
 @dataclass
 class _Source:
-    """The graph that computes all, and what of it is placed already."""
+    """Graph that computes all exits, with the nodes that are not placed yet."""
 
     graph: onnx.GraphProto
     shape: Sequence[int]
@@ -46,7 +46,7 @@ class _Source:
         self._maker = {name: node for node in self._left for name in node.output}
 
     def take(self, wanted: Iterable[str]) -> list[onnx.NodeProto]:
-        """Return the nodes that make these values and are left, in their order."""
+        """Remove and return, in order, the remaining nodes that these values depend on."""
         needed, pending = set[int](), list(wanted)
         while pending:
             node = self._maker.get(pending.pop())
@@ -59,7 +59,7 @@ class _Source:
 
 
 def read_by(node: onnx.NodeProto) -> list[str]:
-    """Return the names of what a node reads, and those that graphs within it read."""
+    """Return the names of the values that a node and its subgraphs read."""
     inner = [each for a in node.attribute if a.HasField("g") for each in a.g.node]
     return [*node.input, *(name for each in inner for name in read_by(each))]
 
@@ -67,16 +67,16 @@ def read_by(node: onnx.NodeProto) -> list[str]:
 def nested(
     model: onnx.ModelProto, levels: Sequence[Level], last: str, answer: str
 ) -> onnx.ModelProto:
-    """Return the file that computes no further than the first exit that is good enough.
+    """Return the file that stops at the first exit whose score reaches its threshold.
 
-    Its outputs are the answer, the number of the exit (that of the network's own end is the number
-    of early exits) and the margin.
+    Outputs of the file are the answer, the number of the exit (at the network's end, the number of
+    early exits) and the margin.
 
     Args:
         model: computes all exits of one example.
-        levels: its outputs, by exit.
-        last: its output at the network's own end.
-        answer: what the answer is called.
+        levels: outputs of the model, by exit.
+        last: output of the model at the network's end.
+        answer: name of the answer in the new file.
     """
     import onnx
 
@@ -105,11 +105,11 @@ def _level(
     """Return the nodes of one level, which end in its three outputs.
 
     Args:
-        source: what is left to place.
+        source: graph with the nodes left to place.
         levels: all exits.
-        last: the value at the network's own end.
+        last: the value at the network's end.
         number: of this level.
-        above: the margin of the level around it.
+        above: the margin of the enclosing level.
     """
     from onnx import helper
 
@@ -140,7 +140,7 @@ def _level(
 
 
 def _given(answer: str, number: int, margin: str, outputs: Sequence[str]) -> list[onnx.NodeProto]:
-    """Return nodes that give the outputs of an exit."""
+    """Return the nodes that write the outputs of an exit."""
     from onnx import helper, numpy_helper
 
     told = numpy_helper.from_array(np.array([number], dtype=np.int64))
@@ -168,7 +168,7 @@ def _shape(value: onnx.ValueInfoProto) -> list[int]:
 def move_in(graph: onnx.GraphProto, weights: Mapping[str, onnx.TensorProto]) -> set[str]:
     """Move weights into the one branch that reads them; return the names of those that were moved.
 
-    A runtime that optimises each graph by itself finds them there.
+    So a runtime that optimises each graph separately finds them.
     """
     moved: set[str] = set()
     branches = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]

@@ -1,4 +1,4 @@
-"""Parts of an ONNX file, each put into an ``If`` whose other side is what it is known to be."""
+"""Subgraphs of an ONNX file, each moved into an ``If`` whose other side is a constant."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WORK = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum")
 
 
 class Branch(NamedTuple):
-    """Names of what one factor decides about in a file that computes all.
+    """Factor and ends of a skip, by their names in a file that computes everything.
 
     Attributes:
         factor: one number.
-        ends: the values that others read.
-        values: of these while the factor is zero.
+        ends: the values that other nodes read.
+        values: the constants of the ends if the factor is zero.
     """
 
     factor: str
@@ -35,16 +35,16 @@ class Branch(NamedTuple):
 
 
 def put_aside(model: onnx.ModelProto, branches: Sequence[Branch], count: int) -> list[Branch]:
-    """Put what only the ends of a branch need into an ``If``, in place.
+    """Move the nodes that only the ends of a branch need into an ``If``, in place.
 
     Args:
-        model: computes all for one example; its outputs are those of the network, then factors
+        model: computes everything for one example. Outputs are those of the network, then factors
             and ends.
         branches: in the order of the graph.
         count: outputs of the network.
 
     Returns:
-        The branches that are put aside: those that have work in them.
+        The branches that were moved: those with convolutions or matrix products.
     """
     import onnx
 
@@ -77,7 +77,7 @@ def _has(nodes: Sequence[onnx.NodeProto], node: onnx.NodeProto) -> bool:
 def _needed(
     nodes: Sequence[onnx.NodeProto], names: Sequence[str], stop: Sequence[str] = ()
 ) -> list[onnx.NodeProto]:
-    """Return the nodes that make these values, in their order; none for those to ``stop`` at."""
+    """Return, in order, the nodes that these values depend on; ``stop`` counts as given."""
     maker = {name: number for number, node in enumerate(nodes) for name in node.output}
     found, pending, done = set[int](), list(names), set(stop)
     while pending:
@@ -90,7 +90,7 @@ def _needed(
 
 
 def _ordered(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return the nodes such that each stands after what it reads."""
+    """Return the nodes in topological order."""
     maker = {name: number for number, node in enumerate(nodes) for name in node.output}
     found: list[int] = []
     done = set[int]()
@@ -110,7 +110,7 @@ def _ordered(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 
 
 def _kinds(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the operators of a node and of graphs within it."""
+    """Yield the operator types of a node and of its subgraphs."""
     yield node.op_type
     for attribute in node.attribute:
         for inner in attribute.g.node if attribute.HasField("g") else ():
@@ -118,7 +118,7 @@ def _kinds(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _if(branch: Branch, own: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Return nodes that give the ends of a branch, computed or known."""
+    """Return the nodes of an ``If`` that computes a branch's ends or gives their constants."""
     from onnx import TensorProto, helper
 
     values = [
@@ -149,7 +149,7 @@ def _if(branch: Branch, own: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
 
 
 def _constant(name: str, value: Tensor) -> list[onnx.NodeProto]:
-    """Return nodes that give a value; what repeats along a dim is stored once."""
+    """Return nodes that give a constant; a dim along which it repeats is stored once."""
     from onnx import helper, numpy_helper
 
     array = value.detach().numpy().astype(np.float32)
@@ -169,7 +169,7 @@ def _constant(name: str, value: Tensor) -> list[onnx.NodeProto]:
 
 
 def forced_to(path: Path, branches: Sequence[Branch], number: float) -> bytes:
-    """Return the file with all factors at one number."""
+    """Return the file with all factors replaced by a constant."""
     import onnx
     from onnx import helper, numpy_helper
 

@@ -1,7 +1,7 @@
 """ONNX file of a network with input gates, in which blocks that are closed are not computed.
 
-What a block's gate decides about stands inside an ``If``: what the block computes, or the constant
-that it is without. Both are the same function of the input, so that nothing depends on rounding.
+Each such block is inside an ``If`` on its gate, whose other side is the constant of a closed block.
+Both sides are equal where the gate is zero, so that no decision depends on rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from l0prune.running.stages import stage
 
 @one_at_a_time()
 def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
-    """Write an ONNX file that leaves out blocks whose input gates close them whole.
+    """Write an ONNX file that skips blocks whose input gates close them as a whole.
 
     Each such block stands inside an ``If``, whose other side is the constant that the block is
     without. The file is for one example at a time, and computes what that of ``Export.save_onnx``
@@ -95,7 +95,7 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
 def _write(
     network: GraphModule, found: Sequence[Skip], example: Inputs, dense: Export, path: Path
 ) -> list[tuple[Skip, Branch]]:
-    """Write the file, and return what stands inside an ``If`` in it."""
+    """Write the file; return the skips that are inside an ``If``, with their branches."""
     program = reexport(WithSkips(network, found), example, dynamic=False).program
     model = to_onnx(program)
     graph = model.graph

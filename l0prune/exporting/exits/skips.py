@@ -1,9 +1,8 @@
-"""Parts of a network that a factor of zero makes constant, found on its graph.
+"""Subgraphs that become constant when a factor is zero, found on the captured graph.
 
-Where one number for each example, such as the gate of a block, multiplies a value, and what follows
-reads nothing else but weights, all of that is known once the number is zero: up to where it meets
-another value, a shortcut. Then nothing before needs to be computed, for that number is all that it
-depends on.
+A factor is one number for each example, such as the gate of a block, that multiplies a value. If it
+is zero, all later values that depend on this product and on weights only are constant, up to where
+another value, such as a shortcut, is added. Nodes that only these constants need can be skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.fx.node import map_arg
 from l0prune.capture.compat import pytree
 from l0prune.infer.nodes import operator_name
 
-# What gives exactly zero, and not by chance: clamps, and answers to yes or no as a number.
+# Operators that give exact zeros by design: clamps, and casts of booleans to numbers.
 _ENDING_AT_ZERO = ("aten.clamp", "aten.clamp_", "aten.relu", "aten.relu_", "aten.hardtanh",
                    "aten.hardtanh_", "aten.to", "aten._to_copy", "aten.type_as")  # fmt: skip
 _PRODUCTS = ("aten.mul", "aten.mul_")
@@ -31,9 +30,9 @@ class Skip:
     """Nodes of a graph that need not be computed while a factor is zero.
 
     Attributes:
-        factor: the name of its node; one number.
-        ends: names of the values that others read, and which are known then.
-        values: of these, of one example.
+        factor: name of the factor's node; one number.
+        ends: names of the values that other nodes read and that are constant then.
+        values: the constants of the ends, for one example.
     """
 
     factor: str
@@ -42,7 +41,7 @@ class Skip:
 
 
 def skips(network: GraphModule) -> list[Skip]:
-    """Return all such parts, in the order of the graph.
+    """Return all skips, in the order of the graph.
 
     Args:
         network: a program of one example as a module.
@@ -61,24 +60,24 @@ def skips(network: GraphModule) -> list[Skip]:
 
 
 def _reads(user: Node, known: Mapping[Node, Tensor]) -> bool:
-    """Return whether a node makes something of a value that is not known; checks do not."""
+    """Return whether a node of unknown value uses its operands; assertions do not."""
     return user not in known and (user.op == "output" or bool(user.users))
 
 
 class _Stored:
-    """Values of a graph that no input has a part in."""
+    """Values of a graph that depend on no input."""
 
     def __init__(self, network: GraphModule) -> None:
         self._network, self._values = network, dict[Node, Any]()
 
     def has(self, node: Node) -> bool:
-        """Return whether the node is stored, or made of what is."""
+        """Return whether the node's value depends on stored tensors only."""
         return node.op == "get_attr" or (
             node.op == "call_function" and all(map(self.has, node.all_input_nodes))
         )
 
     def value(self, node: Node) -> Any:
-        """Return the value of such a node."""
+        """Return the value of a node that depends on stored tensors only."""
         if node not in self._values:
             is_stored = node.op == "get_attr"
             found = self._attribute(node) if is_stored else _called(node, self.value)
@@ -107,7 +106,7 @@ def _may_be_zero(node: Node) -> bool:
 
 
 def _known(network: GraphModule, factor: Node, stored: _Stored) -> dict[Node, Tensor]:
-    """Return the values that are known once the factor is zero, but those that always are."""
+    """Return the values that are constant only if the factor is zero."""
     like = factor.meta["val"]
     known = {factor: torch.zeros(like.shape, dtype=like.dtype)}
     following = False
@@ -128,7 +127,7 @@ def _known(network: GraphModule, factor: Node, stored: _Stored) -> dict[Node, Te
 
 
 class WithSkips(nn.Module):
-    """A network that also returns its factors and what they decide about, for the exporter.
+    """Network for the exporter that also returns the factors and ends of its skips.
 
     Attributes:
         network: a program of one example as a module.
@@ -140,14 +139,14 @@ class WithSkips(nn.Module):
         self._wanted = [name for skip in found for name in (skip.factor, *skip.ends)]
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of the output; then of each skip the factor and the ends."""
+        """Return the output tensors, then the factor and the ends of each skip."""
         run = _Watched(self.network, {}, self._wanted)
         outputs = run.outputs(args, kwargs)
         return (*outputs, *(run.seen[name] for name in self._wanted))
 
 
 class Forced(nn.Module):
-    """A network whose factors are one number, whatever the input."""
+    """Network whose factors are replaced by a constant."""
 
     def __init__(self, network: GraphModule, found: Sequence[Skip], number: float) -> None:
         super().__init__()
@@ -160,7 +159,7 @@ class Forced(nn.Module):
 
 
 class _Watched(Interpreter):
-    """A graph, run node by node, some of which are looked at, or set."""
+    """Interpreter of a graph that records the values of some nodes and replaces others."""
 
     def __init__(
         self, network: GraphModule, numbers: Mapping[str, float], wanted: Sequence[str]
@@ -170,7 +169,7 @@ class _Watched(Interpreter):
         self.seen: dict[str, Any] = {}
 
     def run_node(self, node: Node) -> Any:
-        """Compute one node."""
+        """Compute one node; replace and record its value where asked for."""
         found = super().run_node(node)
         if node.name in self._numbers:
             found = torch.full_like(found, self._numbers[node.name])

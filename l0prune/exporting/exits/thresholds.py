@@ -1,9 +1,9 @@
-"""Choice of thresholds on held-out examples: few mistakes for little cost.
+"""Choice of thresholds on held-out examples, by mean error and mean cost.
 
-For a price μ of cost the thresholds minimise ``mean(error) + μ·mean(cost)`` by turns: with the
-others as they are, the best threshold of one exit is found exactly, by sums over the examples that
-reach it in the order of their scores. Prices from almost nothing to almost everything give a
-frontier; its points that keep to the limit are then improved, again one exit at a time.
+For a price μ of cost the thresholds minimise ``mean(error) + μ·mean(cost)`` by coordinate descent:
+with the others fixed, the best threshold of one exit is found exactly, by cumulative sums over the
+examples that reach it, sorted by score. Prices from very low to very high give a frontier; the
+points within the limit are then improved, again by coordinate descent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 _PRICES = np.geomspace(1e-4, 1e2, 40)
 _ROUNDS = 10
-_STARTS = 20  # on the frontier, from which thresholds are improved, at most
+_STARTS = 20  # points of the frontier to improve, at most
 
 Array = np.ndarray
 Objective = Callable[[Array, Array], Array]
-"""What is to be small, of mean errors and mean costs; infinite where a limit is broken."""
+"""Function of mean errors and mean costs to minimise; infinite where a limit is exceeded."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Answers of all exits to held-out examples.
+    """Scores, errors and costs of all exits on held-out examples.
 
     Attributes:
         scores: of the early exits; (exits, n).
@@ -49,15 +49,15 @@ class HeldOut:
 
 
 def never(held_out: HeldOut) -> Array:
-    """Thresholds that nothing passes."""
+    """Return infinite thresholds, which no score reaches."""
     return np.full(len(held_out.scores), np.inf)
 
 
 def choose(held_out: HeldOut, objective: Objective) -> Array | None:
-    """Return the thresholds for which the objective is least; None where it is infinite always.
+    """Return the thresholds of the least objective; None where the objective is always infinite.
 
-    They lie half-way between scores that were seen. One is infinite where its exit answers
-    nothing, and minus infinity where it answers all that reaches it.
+    Thresholds are midpoints between observed scores; infinite for an exit that answers nothing,
+    and minus infinity for one that answers every example that reaches it.
     """
     found = [never(held_out)]
     whole = held_out.costs[-1]
@@ -83,7 +83,7 @@ def _value(held_out: HeldOut, thresholds: Array, objective: Objective) -> float:
 
 
 def _by_turns(held_out: HeldOut, thresholds: Array, objective: Objective) -> Array:
-    """Improve one threshold after another until none can be."""
+    """Minimise the objective by coordinate descent over the thresholds."""
     found, least = thresholds.copy(), _value(held_out, thresholds, objective)
     for _ in range(_ROUNDS):
         before = least
@@ -99,7 +99,7 @@ def _by_turns(held_out: HeldOut, thresholds: Array, objective: Objective) -> Arr
 def _best_of_one(
     held_out: HeldOut, thresholds: Array, number: int, objective: Objective
 ) -> tuple[float, float]:
-    """Return the least value, and the threshold of one exit that gives it."""
+    """Return the least objective, and the threshold of one exit that attains it."""
     without = thresholds.copy()
     without[number] = np.inf
     ways = held_out.ways(without)
@@ -112,7 +112,7 @@ def _best_of_one(
     errors = held_out.errors[ways, columns].sum() + np.concatenate([[0.0], gained.cumsum()])
     costs = held_out.costs[ways].sum() + np.concatenate([[0.0], saved.cumsum()])
     values = objective(errors / n, costs / n)
-    values[1:-1][scores[1:] == scores[:-1]] = np.inf  # the same scores pass together
+    values[1:-1][scores[1:] == scores[:-1]] = np.inf  # equal scores pass together
     best = int(values.argmin())
     edges = np.concatenate([[np.inf], scores, [-np.inf]])
     if not 0 < best < len(order):

@@ -27,7 +27,7 @@ from l0prune.running.criteria import TokenMean
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.task import Task, batch_length
 
-SECONDS = 0.5  # of all turns of one way
+SECONDS = 0.5  # of all turns of one file
 _KEPT = 256  # held-out examples with which files are compared, at most
 
 
@@ -40,13 +40,13 @@ def forced(exits: int, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Seen:
-    """Held-out examples, as all exits answer them.
+    """Scores and metrics of all exits on the held-out examples.
 
     Attributes:
         scores: of the early exits; (exits, n).
         values: of the metric, for all exits; (exits + 1, n).
-        scale: the largest value in any answer.
-        inputs: some of the examples, each alone.
+        scale: the largest absolute value in any answer.
+        inputs: some of the examples, each as a batch of one.
     """
 
     scores: Array
@@ -55,17 +55,17 @@ class Seen:
     inputs: tuple[Inputs, ...]
 
     def held_out(self, costs: Array, larger_is_better: bool) -> HeldOut:
-        """Return what thresholds are chosen by."""
+        """Return the data by which thresholds are chosen."""
         return HeldOut(self.scores, -self.values if larger_is_better else self.values, costs)
 
 
 @torch.no_grad()
 def seen_by(network: EarlyExit, task: Task, batch_size: int) -> Seen:
-    """Return the answers of all exits to the task's test examples.
+    """Return scores and metrics of all exits on the task's test examples.
 
     Raises:
         DataError: there are none, or they do not fit the network.
-        UsageError: the metric is not one of single examples.
+        UsageError: the metric has no value for single examples.
     """
     scores: list[list[Tensor]] = []
     values: list[list[Tensor]] = []
@@ -111,7 +111,7 @@ def _values(task: Task, answer: Tensor, targets: Any) -> Tensor:
 
 
 def _alone(inputs: Inputs, examples: int, most: int) -> Iterator[Inputs]:
-    """Yield the first of these examples, each as a batch of its own."""
+    """Yield the first ``most`` examples, each as a batch of one."""
     for number in range(min(examples, most)):
 
         def row(leaf: Tensor, number: int = number) -> Tensor:
@@ -122,7 +122,7 @@ def _alone(inputs: Inputs, examples: int, most: int) -> Iterator[Inputs]:
 
 
 def macs_of_ways(network: EarlyExit, example: Inputs) -> Array:
-    """Return the MACs of one example that leaves at each exit, as torch counts them."""
+    """Return the MACs of one example up to each exit, as torch counts them."""
     args, kwargs = example
     chosen, exits = network.thresholds, len(network.thresholds)
     found = []
@@ -138,10 +138,10 @@ def macs_of_ways(network: EarlyExit, example: Inputs) -> Array:
 
 
 def milliseconds_of_ways(paths: Sequence[Path], feed: dict[str, Any], threads: int) -> Array:
-    """Return the milliseconds of one example that leaves at each exit, in ONNX Runtime on the CPU.
+    """Return the milliseconds of one example up to each exit, in ONNX Runtime on the CPU.
 
     Args:
-        paths: of files, each of which leaves at one of the exits, the network's own end last.
+        paths: of one file for each exit, which always leaves there; the network's end last.
         feed: of one example.
         threads: that a call may use.
     """

@@ -1,1 +1,1 @@
-"""A mixture of experts with fewer of them."""
+"""Removal of experts from mixtures of experts."""

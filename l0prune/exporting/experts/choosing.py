@@ -21,7 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Observed:
-    """Inputs of a mixture while the model ran on calibration inputs.
+    """Calls of a mixture that were recorded while the model ran on calibration inputs.
 
     Attributes:
         calls: of the module that holds router and experts.
@@ -36,7 +36,7 @@ class Observed:
 
 @contextmanager
 def observing(model: nn.Module, mixtures: Sequence[Mixture]) -> Iterator[dict[str, Observed]]:
-    """Within the context, what each mixture is given is kept, by its router's name."""
+    """Record the inputs of each mixture within the context, by the router's name."""
     found = {mixture.router.name: Observed() for mixture in mixtures}
     handles = []
 
@@ -69,7 +69,7 @@ def by_load(model: nn.Module, mixture: Mixture, seen: Observed) -> Tensor:
 
 
 def by_reap(model: nn.Module, mixture: Mixture, seen: Observed) -> Tensor:
-    """Mean over the inputs X_e of an expert of its share times the norm of its output.
+    """Return each expert's mean, over its inputs X_e, of share times norm of the output.
 
     ``S_e = 1/|X_e| · Σ_{x ∈ X_e} g_e(x)·‖f_e(x)‖₂``: router-weighted expert activation pruning
     (Lasby et al. 2025, arXiv 2510.13999). An expert that no input got has 0.
@@ -89,10 +89,10 @@ def by_reap(model: nn.Module, mixture: Mixture, seen: Observed) -> Tensor:
 def _of_stack(
     model: nn.Module, mixture: Mixture, seen: Observed
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Numbers of experts, and norms of what each adds to an input.
+    """Yield expert numbers, and norms of what each of these experts adds to an input.
 
-    A module of all experts is given their numbers and their shares: it is called again with one of
-    an input's shares at a time.
+    The module of all experts takes their numbers and shares: it is called again with all but one
+    of an input's shares set to zero.
     """
     module = model.get_submodule(mixture.holder)
     for args, kwargs in seen.of_experts:
@@ -114,7 +114,7 @@ def _of_stack(
 
 
 def _ids_and_shares(leaves: Sequence[Any], mixture: Mixture) -> tuple[int, int] | None:
-    """The places of the experts' numbers and of their shares among what a module is given."""
+    """Return the indices of expert numbers and of shares among a module's inputs, or None."""
     tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     for number, ids in tensors.items():
         if ids.dtype in (torch.int64, torch.int32) and ids.shape[-1:] == (mixture.router.chosen,):
@@ -127,7 +127,7 @@ def _ids_and_shares(leaves: Sequence[Any], mixture: Mixture) -> tuple[int, int] 
 def _of_lists(
     model: nn.Module, mixture: Mixture, seen: Observed
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield outputs and shares of listed experts: a share is the slope of the sum by an output."""
+    """Yield expert numbers, and norms of output times share (the gradient by the output)."""
     module = model.get_submodule(mixture.path)
     outputs: list[tuple[int, Tensor]] = []
 
@@ -161,16 +161,16 @@ SCORES: Mapping[str, Callable[[nn.Module, Mixture, Observed], Tensor]] = {
     "load": by_load,
     "reap": by_reap,
 }
-"""Scores by name: of each expert, the more it is worth. ``output`` looks at several together."""
+"""Scores of each expert by name, to be kept if large; ``output`` judges several together."""
 OUTPUT = "output"
 
 
 @torch.no_grad()
 def chosen(model: nn.Module, mixture: Mixture, seen: Observed, count: int, score: str) -> Tensor:
-    """The experts that stay: of each group equally many, ascending; int64, shape ``(count,)``.
+    """Return the experts that stay, equally many per group, ascending; int64, ``(count,)``.
 
-    By ``output`` they go one by one: each time the one without which the mixture's output moves
-    least, where what was routed to it is routed to others.
+    By ``output`` experts are removed one by one: each time the one without which the mixture's
+    output changes least, with its inputs routed to others.
     """
     each = mixture.router.experts // mixture.router.groups
     left = count // mixture.router.groups

@@ -1,4 +1,4 @@
-"""``l0prune.shrink_experts``: a mixture of experts with fewer of them, exactly."""
+"""``l0prune.shrink_experts``: exact removal of experts from mixtures of experts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shrink_experts(
     batch_size: int = 8,
     seed: int = 0,
 ) -> FewerExperts:
-    """Cut every mixture of experts in a model to so many of them.
+    """Cut every mixture of experts in a model to a given number of experts.
 
     The rows of its router go, and the experts' weights, be they a list of modules or one tensor
     for all; the number that an input gets stays, and shared experts do. The result computes what
@@ -122,7 +122,7 @@ def _check(mixture: Mixture, experts: int) -> None:
 
 
 def _active(model: nn.Module, found: Sequence[Mixture], experts: int | None) -> int:
-    """Parameters that one input meets: of each mixture the experts that it gets."""
+    """Return the number of parameters that one input uses, counting only chosen experts."""
     total = sum(each.numel() for each in model.parameters())
     for mixture in found:
         of_one, by_router = sizes_of_experts(model, mixture)
@@ -133,10 +133,9 @@ def _active(model: nn.Module, found: Sequence[Mixture], experts: int | None) -> 
 
 
 def plan_of(model: nn.Module, mixtures: Sequence[Mixture]) -> Plan:
-    """The plan whose axes are the experts of mixtures, of kind ``expert``; no gates act.
+    """Return a plan whose axes are the experts of mixtures, of kind ``expert``, without gates.
 
-    Experts in lists have no tensor in common with others: of these the router's rows alone lie on
-    the axis.
+    Experts in lists share no tensor with others: of these only the router's rows are on the axis.
     """
     axes: list[Axis] = []
     tensors: dict[str, tuple[Any, ...]] = {}
@@ -195,7 +194,7 @@ def _answers(
     kept: Mapping[str, Tensor],
     examples: Sequence[Inputs],
 ) -> tuple[Answer, ...]:
-    """Return what the model computes when closed experts are never chosen."""
+    """Return the outputs of the model when closed experts are never chosen."""
     closed = {}
     for mixture in found:
         name = mixture.router.name

@@ -1,4 +1,4 @@
-"""Mixtures of experts in a model: the tensors and modules that each expert is made of."""
+"""Mixtures of experts in a model: the tensors and modules of each expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mixture:
     """A router and its experts.
 
     Attributes:
-        router: which experts it scores.
+        router: of the experts.
         path: of the module that holds router and experts.
         rows: names of the tensors that have a row for each expert: router, bias, matrices.
         lists: paths of lists of modules, one for each expert.
@@ -65,7 +65,7 @@ def mixtures_in(model: nn.Module, example: Inputs) -> list[Mixture]:
 
 
 def _mixture(model: nn.Module, router: Router) -> Mixture | None:
-    """The nearest experts around a router; None where there are none."""
+    """Return the nearest experts around a router; None where there are none."""
     path = owner = router.name.rpartition(".")[0]
     while True:
         around = model.get_submodule(path)
@@ -91,7 +91,7 @@ def _mixture(model: nn.Module, router: Router) -> Mixture | None:
 
 
 def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
-    """Names of tensors with a row for each expert, in modules that have a matrix for each."""
+    """Yield the names of tensors with a row per expert, in modules with a matrix per expert."""
     for inner, module in around.named_modules():
         found = {
             within(within(path, inner), name): tensor
@@ -103,7 +103,7 @@ def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
 
 
 def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
-    """Parameters of one expert, and of the model's router for it."""
+    """Return the parameters of one expert, and those of the router per expert."""
     own = {name: tensor for name, tensor in model.named_parameters() if name in mixture.rows}
     owner = mixture.router.name.rpartition(".")[0]
     by_router = [t for name, t in own.items() if name.rpartition(".")[0] == owner]
@@ -115,6 +115,6 @@ def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
 
 
 def closed_but(mixture: Mixture, kept: Tensor) -> dict[str, Tensor]:
-    """Return the closed experts of a mixture as ``Routing`` takes them, by those that stay."""
+    """Return the mask of closed experts for ``Routing``, from the experts that stay."""
     closed = torch.ones(mixture.router.experts, dtype=torch.bool).index_fill_(0, kept, False)
     return {mixture.router.name: closed}

@@ -1,4 +1,4 @@
-"""Result of ``shrink_experts``: the smaller model, and what stayed of it."""
+"""Result of ``shrink_experts``: the smaller model, and the experts that stayed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class FewerExperts:
     Attributes:
         model: of its own class at the new sizes; ready for ``gate``, ``shrink`` and ``export``.
         kept: by the path of a mixture the former numbers of its experts, int64, ascending.
-        loads: by the same, how many of the inputs that were looked at got each expert before.
-        params_before: stored in the whole model.
-        active_before: of these, those that one input meets.
+        loads: by the same, how many of the observed inputs got each expert before.
+        params_before: parameters stored in the whole model.
+        active_before: number of these that one input uses.
         active: the same of the smaller model.
         checks: the comparisons with the whole model whose closed experts are never chosen, all of
             which passed, in float64 and float32.
@@ -53,7 +53,7 @@ class FewerExperts:
     def save(self, folder: PathLike) -> None:
         """Write a folder with the model, and in ``experts.json`` the former numbers of its experts.
 
-        A model of transformers is written as it writes itself; another as ``model.pt``, pickled.
+        A model of transformers is written by ``save_pretrained``; another as ``model.pt``, pickled.
 
         Raises:
             FileError: it cannot be written.
@@ -64,7 +64,7 @@ class FewerExperts:
             Path(scratch, MAP).write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers of the cut, as JSON data."""
+        """Return the numbers of the cut, as JSON data."""
         return {
             "kept": {path: numbers.tolist() for path, numbers in self.kept.items()},
             "params": self.params,

@@ -1,8 +1,8 @@
-"""Routers of mixtures, found where they choose, and run as if some of their experts were gone.
+"""Routers of mixtures of experts, found while the model runs, and routing past closed experts.
 
-A router is a weight whose rows make numbers of which ``topk`` then chooses. Which weight that is
-shows while the model runs; no name decides, and no graph is needed, so that it does not matter
-whether the experts' code depends on what was chosen.
+A router is a weight whose rows give the scores from which ``topk`` chooses. It is identified while
+the model runs, without names and without a graph, so that the experts' code may depend on the
+choice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from l0prune.capture.compat import pytree
 
 _TOPK = (torch.topk, Tensor.topk)
 _PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.addmm)
-_MOST_DIMS = 2  # of a weight that is a router's
+_MOST_DIMS = 2  # of a router's weight
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Router:
     Attributes:
         name: of the weight.
         experts: how many there are.
-        chosen: how many of them an input gets.
-        groups: equal parts of them among which is chosen first; one where there is no such choice.
-        within: how many of each part count for that.
+        chosen: number of experts that an input gets.
+        groups: number of equal groups of experts that are chosen first; 1 without such a choice.
+        within: number of best experts of a group that count for that choice.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Router:
 
 
 class Routing(TorchFunctionMode):
-    """Within the context the routers of a model are noted, and closed experts are never chosen.
+    """Context that records the routers of a model and prevents the choice of closed experts.
 
-    Where a router makes its scores, those of closed experts become -inf, and once more where
-    ``topk`` compares what was made of them, since a sigmoid and a bias make it finite again.
+    Scores of closed experts become -inf where the router computes them, and once more before
+    ``topk``, since a sigmoid and a bias make them finite again.
 
     Attributes:
         found: the routers, by name.
@@ -54,12 +54,12 @@ class Routing(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module, closed: Mapping[str, Tensor] | None = None) -> None:
-        """Watch a model; ``closed`` has by a router's name which experts are, bool."""
+        """Watch a model; ``closed`` has a bool mask of closed experts by a router's name."""
         super().__init__()
         self.found: dict[str, Router] = {}
         self.loads: dict[str, Tensor] = {}
         self._closed = closed
-        # the parameter that a tensor is, and the router whose scores one holds
+        # by tensor, the name of its parameter, and of the router whose scores it holds
         self._weights: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._scores: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._rows: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Routing(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch; look at what it makes, and change scores."""
+        """Call a function of torch; track weights and scores, and mask closed experts."""
         kwargs = kwargs or {}
         if function in _TOPK:
             return self._compared(function, args, kwargs)
@@ -96,13 +96,13 @@ class Routing(TorchFunctionMode):
         return scores
 
     def _follow(self, given: Sequence[Tensor], result: Tensor) -> None:
-        """Note what is made of scores, one for each expert or each of a part of them."""
+        """Record a tensor computed from scores if it still has a number for each expert."""
         name = next((self._scores[each] for each in given if each in self._scores), None)
         if name and result.is_floating_point() and _groups(result, self._rows[name]):
             self._scores[result] = name
 
     def _compared(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``topk`` and note what it compares, of which closed experts are -inf."""
+        """Call ``topk`` with closed experts at -inf; record the router and the loads."""
         given = dict(zip(("input", "k", "dim"), args, strict=False)) | kwargs
         source, dim = given["input"], given.get("dim", -1)
         name = self._scores.get(source)
@@ -125,7 +125,7 @@ class Routing(TorchFunctionMode):
 
 
 def _groups(scores: Tensor, size: int) -> int:
-    """Return the number of parts in which a tensor has a number for each expert; 0 for none."""
+    """Return the number of groups in a tensor of scores, 1 without groups; 0 for others."""
     if scores.dim() and scores.shape[-1] == size:
         return 1
     if scores.dim() > 1 and scores.shape[-1] * scores.shape[-2] == size:

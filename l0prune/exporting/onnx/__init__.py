@@ -1,1 +1,1 @@
-"""The ONNX file: made, run and written."""
+"""ONNX files: translation, fewer bits, comparison and timing."""

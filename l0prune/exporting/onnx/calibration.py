@@ -1,4 +1,4 @@
-"""Inputs that a file is calibrated with, in the form in which ONNX Runtime takes them."""
+"""Calibration inputs of a file, in the form that ONNX Runtime takes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from l0prune.exporting.onnx.quantizer import Feed
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.running.task import Task, batch_length, is_split
 
-EXAMPLES = 128  # taken of a data source
+EXAMPLES = 128  # taken from a data source
 _FEW = 16
 _TOGETHER = 4  # examples in a call
-_COMPARED = 4  # one call in so many is not calibrated with, but compared
+_COMPARED = 4  # one call in so many is held out for the comparison
 
 
 def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed]:
-    """Return what a file is fed, of a few examples each where its batch is free.
+    """Return the feeds of a file, of a few examples each where the batch is free.
 
     Args:
         given: data as ``finetune`` takes them, whose training examples are taken; or a batch of
@@ -69,7 +69,7 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
 
 
 def divided(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
-    """Return those to calibrate with, and those to compare, which are one in four."""
+    """Divide feeds into those to calibrate with and, one in four, those to compare with."""
     compared = {*range(_COMPARED - 1, len(feeds), _COMPARED)} or {len(feeds) - 1}
     seen = [feed for number, feed in enumerate(feeds) if number not in compared]
     return seen, [feeds[number] for number in sorted(compared)]
@@ -82,7 +82,7 @@ def rows_in(feeds: Sequence[Feed], piece: ExportedPart) -> int:
 
 
 def first_row(feed: Feed, piece: ExportedPart) -> Feed:
-    """Return a feed of one example where their number is free, else the same."""
+    """Return the first example of a feed where the batch is free, else the whole feed."""
     if not piece.dynamic or 1 not in piece.batches:
         return feed
     named = zip(feed.items(), piece.sizes, strict=True)
@@ -90,9 +90,9 @@ def first_row(feed: Feed, piece: ExportedPart) -> Feed:
 
 
 def is_source(given: Any) -> bool:
-    """Return whether this is data with targets, as ``finetune`` takes it, and no inputs alone.
+    """Return whether this is data with targets, as ``finetune`` takes it, and not inputs alone.
 
-    Of a pair that is (training, test) neither is an input of a model.
+    In a pair (training, test) neither part is an input of a model.
     """
     plain = Tensor | Mapping | tuple | bool | int | float | str | None
     is_pair = isinstance(given, tuple) and len(given) == 2
@@ -102,7 +102,7 @@ def is_source(given: Any) -> bool:
 
 
 def _inputs_of(task: Task) -> Iterator[Any]:
-    """Yield inputs of training examples, in any order, until they are enough."""
+    """Yield inputs of training examples, in any order, until ``EXAMPLES`` are reached."""
     if is_split(task.train):
         generator = torch.Generator().manual_seed(0)
         size = min(EXAMPLES, len(task.train))
@@ -121,7 +121,7 @@ def _arguments(batch: Any, example: Inputs) -> Inputs:
     """Return a batch as arguments of the model, in the order of its example inputs.
 
     Raises:
-        UsageError: they are others than those of the example.
+        UsageError: the arguments do not match the example inputs.
     """
     args, kwargs = as_arguments(batch)
     if kwargs and set(example[1]) <= set(kwargs):
@@ -141,7 +141,7 @@ def _shapes(leaves: Sequence[Any]) -> str:
 
 
 def _split(batch: Mapping[str, Tensor], piece: ExportedPart) -> Iterator[Feed]:
-    """Yield calls of a few examples, or the batch as it is where the file takes no other."""
+    """Yield feeds of a few examples, or the whole batch where its size is not free."""
     free = [name for name, dims in zip(batch, piece.sizes, strict=True) if dims.get(0) == "batch"]
     length = len(batch[free[0]]) if free else 1
     most = min(_TOGETHER, max(1, length // _COMPARED))

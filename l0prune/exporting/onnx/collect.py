@@ -33,20 +33,20 @@ TURN = 0.03  # seconds of a turn, about
 SECONDS = 0.3  # of all turns of one network, about
 TURNS = 8  # at least
 FEWEST, MOST = 2, 100  # runs of a turn
-RUNS = 5  # by which nodes are known, at least
-MOST_RUNS = 2000  # at most: of a tiny network more would be millions of lines to read
+RUNS = 5  # for the times of nodes, at least
+MOST_RUNS = 2000  # at most: profiles of tiny networks would be millions of lines
 NODE = re.compile(r"n(\d{5})_")
-OF_SAMPLES = ("samples", "widths", "id")  # of a description, what follows their number
-BEFORE = "before"  # what no node of the file's is charged with, since it is the first
-RUN = "run"  # beside the nodes: the whole run in which they were timed
+OF_SAMPLES = ("samples", "widths", "id")  # keys of a description that vary with the samples
+BEFORE = "before"  # key for time before the first node of the file
+RUN = "run"  # key, beside the nodes, for the whole run in which they were timed
 
 
 class FellBack(Exception):
-    """ONNX Runtime does not run networks on what was asked for."""
+    """ONNX Runtime does not use the execution provider that was asked for."""
 
 
 class Network:
-    """One file, loaded."""
+    """One ONNX file, loaded into ONNX Runtime."""
 
     def __init__(self, path: Path, threads: int, provider: str, profile: str = "") -> None:
         import onnxruntime  # here, since it takes a while to load
@@ -67,17 +67,17 @@ class Network:
             )
 
     def median(self, inputs: dict[str, Any], times: int) -> float:
-        """Return the median in milliseconds.
+        """Return the median time of a run in milliseconds.
 
-        Of a single thread on the CPU it is the time at work: what it waits while the system lets
-        others work is no property of the network. On a machine of one's own both are the same.
+        For a single thread on the CPU it is CPU time: waiting while the system runs other
+        processes is no property of the network. On an idle machine both are the same.
         """
         run = partial(self.session.run, None, inputs)
         return statistics.median(milliseconds(run, self.is_alone) for _ in range(times))
 
 
 def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
-    """Return the time of a run; of a thread that is alone at it, the time at work."""
+    """Return the milliseconds of a run; for a single thread, CPU time where that is less."""
     start, busy = time.perf_counter(), time.thread_time()
     run()
     busy = time.thread_time() - busy
@@ -86,10 +86,9 @@ def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
 
 
 def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
-    """Return milliseconds a run that each node of the file took, of its last ``runs`` runs.
+    """Return the milliseconds per run of each node, over the last ``runs`` runs.
 
-    What the runtime adds, such as a node that brings numbers into another order, is charged to
-    the node before it.
+    Nodes that the runtime adds, such as a change of memory layout, are charged to the node before.
     """
     nodes = [event for event in events if event.get("cat") == "Node"]
     if len(nodes) % runs:
@@ -109,12 +108,12 @@ def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
 
 
 def typical(times: Sequence[float]) -> float:
-    """Return the lower quartile: where others work meanwhile, some are too long, none too short."""
+    """Return the lower quartile: other load makes some times too long, and none too short."""
     return sorted(times)[len(times) // 4]
 
 
 def share(own: Sequence[float], dense: Sequence[float]) -> float:
-    """Return the time of a network over that of the dense one, of their turns: the median.
+    """Return the median over turns of a network's time divided by the dense one's.
 
     A machine may change its speed between two turns; the two of one pair follow each other.
     """
@@ -122,25 +121,25 @@ def share(own: Sequence[float], dense: Sequence[float]) -> float:
 
 
 def spread(own: Sequence[float], dense: Sequence[float]) -> float:
-    """Return the distance between the quartiles of the turns' shares, in parts of their median."""
+    """Return the interquartile range of the turns' shares, relative to their median."""
     low, middle, high = np.quantile(np.divide(own, dense), (0.25, 0.5, 0.75))
     return float((high - low) / middle)
 
 
 def runs(ms: float) -> int:
-    """Return the number of runs that make a turn, of a network that takes so long."""
+    """Return the number of runs in a turn, for a network that takes ``ms`` milliseconds."""
     return min(MOST, max(FEWEST, round(TURN * 1e3 / max(ms, 1e-3))))
 
 
 Median = Callable[[int], float]
-"""The median in milliseconds of so many runs of a network."""
+"""Function from a number of runs of a network to their median in milliseconds."""
 
 
 def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
-    """Return the medians of a network and of the dense one, which take turns.
+    """Return the medians of a network and of the dense one, timed in turns.
 
-    What slows a machine down for seconds slows networks down that are small, and not others: so
-    turns are short and many.
+    A machine that is slower for seconds may slow only one of the two networks: so turns are short
+    and many.
     """
     own(1)
     ms = own(2)
@@ -154,17 +153,17 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
 
 
 class Loaded(Protocol):
-    """A file in a runtime."""
+    """Network file that is loaded into a runtime."""
 
     def median(self, inputs: dict[str, Any], times: int) -> float:
-        """Return the median in milliseconds of so many calls."""
+        """Return the median in milliseconds of ``times`` calls."""
 
 
 Load = Callable[[Path, int, str], Loaded]
-"""Loads a file, for so many threads, with what the runtime runs it on."""
+"""Function that loads a file, by its path, the number of threads and the provider."""
 
 Nodes = Callable[[Path, dict[str, Any], int, int, str], dict[str, float]]
-"""Milliseconds of each node and of the ``RUN``, by so many calls, threads, and where."""
+"""Function like ``profiled``: milliseconds of each node, and of the ``RUN``."""
 
 
 def networks_turns(
@@ -177,7 +176,7 @@ def networks_turns(
 def profiled(
     path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
 ) -> dict[str, float]:
-    """Return milliseconds of each node, by ONNX Runtime's own profile."""
+    """Return the milliseconds of each node and of the ``RUN``, by ONNX Runtime's profile."""
     with tempfile.TemporaryDirectory() as folder:
         network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
         whole = network.median(inputs, times + 1)
@@ -193,7 +192,7 @@ def version() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what identifies the machine."""
+    """Return processor, cores and system of the machine."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -211,7 +210,7 @@ def processor() -> str:
 
 
 def processor_flags() -> list[str]:
-    """Return the instructions that the system says the processor has; none where it is silent."""
+    """Return the processor's flags from /proc/cpuinfo; none where the system has no such file."""
     try:
         return next(iter(_cpuinfo("flags")), "").split()
     except OSError:
@@ -224,13 +223,13 @@ def _cpuinfo(name: str) -> list[str]:
 
 
 def digest(results: dict[str, Any]) -> str:
-    """Return a checksum of all results but itself."""
+    """Return a checksum of the results without their entry ``digest``."""
     rest = {key: value for key, value in results.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict[str, Any]:
-    """Return the settings that results name, beside their times."""
+    """Return the settings that results store beside their times."""
     return {
         "format": FORMAT,
         "runtime": runtime,
@@ -242,7 +241,7 @@ def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict
 
 
 def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what an earlier run found of these networks, or of some of them; else nothing."""
+    """Return an earlier run's results of these networks, or of some; empty without any."""
     try:
         old: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         before, found = old["about"], old["samples"]
@@ -260,7 +259,7 @@ def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[st
 
 
 def keep(results: dict[str, Any], out: Path) -> None:
-    """Write the results, whole."""
+    """Write the results atomically."""
     results["digest"] = digest(results)
     unfinished = out.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(results), encoding="utf-8")
@@ -278,9 +277,9 @@ def collect(
     nodes: Nodes = profiled,
     its_version: str = "",
 ) -> dict[str, Any]:
-    """Time all networks of the folder that ``out`` has no figures of yet.
+    """Time all networks of the folder that have no results in ``out`` yet.
 
-    In another runtime than ONNX Runtime where ``load``, ``nodes`` and ``its_version`` are of that.
+    For another runtime than ONNX Runtime, give its ``load``, ``nodes`` and ``its_version``.
     """
     about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
     inputs = dict(np.load(folder / "inputs.npz").items())
@@ -302,7 +301,7 @@ def collect(
 
 
 def main() -> None:
-    """Time the networks of the folder that this file lies in."""
+    """Time the networks in the folder of this file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

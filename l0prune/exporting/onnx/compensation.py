@@ -1,10 +1,10 @@
-"""Weights of an int8 file that make up for what eight bits change, layer by layer.
+"""Weights of an int8 file that compensate the errors of quantization, layer by layer.
 
-In the order of the graph, each layer's weights become those on its grid whose output, on what the
-layer reads in the file in eight bits, is nearest to the layer's output in the file in float32:
-least squares (``least_squares``), rounded feature by feature (``rounding``), with the bias that
-takes out the mean of what is left (Nagel et al. 2019, arXiv 1906.04721, section 4.2). Steps stay.
-An output whose new weights are not nearer on held-out examples keeps its own, with the new bias.
+In the order of the graph, each layer's weights become those on its grid whose output, on the
+layer's input in the int8 file, is nearest to the layer's output in the file in float32: least
+squares (``least_squares``), rounded feature by feature (``rounding``), with the bias that removes
+the mean of the remaining error (Nagel et al. 2019, arXiv 1906.04721, section 4.2). Steps stay. An
+output whose new weights are not nearer on held-out examples keeps the old ones, with the new bias.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from l0prune.selection.least_squares import Moments, left_of, solve
 from l0prune.selection.matrices import Product, aten, product_of
 from l0prune.selection.rounding import rounded
 
-_ROWS = 1 << 14  # of a layer's input, all calls together
-_MOST = 2500  # features; of more, the weights stay and the bias alone is new
+_ROWS = 1 << 14  # rows of a layer's input, over all calls
+_MOST = 2500  # features; with more, the bias alone is replaced
 _INT32 = 2**31 - 1
 
 Array = np.ndarray[Any, Any]
 
 
 def compensated(single: ModelProto, made: ModelProto, feeds: Sequence[Feed]) -> ModelProto:
-    """Return a file in eight bits whose weights and biases make up for the rounding.
+    """Return a file in eight bits whose weights and biases compensate the rounding.
 
     Layers are Conv, Gemm and MatMul with a weight in eight bits that nothing else reads.
 
@@ -60,9 +60,9 @@ def compensated(single: ModelProto, made: ModelProto, feeds: Sequence[Feed]) -> 
 
 
 class _Values:
-    """Values of a file on some feeds, each computed from those that are still to be read.
+    """Values of a file on some feeds, computed on demand and kept until their last reader ran.
 
-    What is asked for first must not depend on weights that change later.
+    A value that is asked for must not depend on weights that change later.
     """
 
     def __init__(self, model: ModelProto, feeds: Sequence[Feed]) -> None:
@@ -71,7 +71,7 @@ class _Values:
         self._pending = Counter(name for node in model.graph.node for name in {*_read_by(node)})
 
     def of(self, name: str) -> list[Array]:
-        """Return a value, one for each feed."""
+        """Return the value of a name, for each feed."""
         if name not in self._known:
             self._compute(name)
         return self._known[name]
@@ -106,7 +106,7 @@ class _Values:
             del self._known[each]
 
     def _missing(self, name: str) -> list[NodeProto]:
-        """Return the nodes that a value still needs, in the order of the file."""
+        """Return the nodes that must still run for a value, in the order of the file."""
         wanted, nodes = {name}, []
         for node in reversed(self._model.graph.node):
             if not wanted.isdisjoint(node.output):
@@ -116,7 +116,7 @@ class _Values:
 
 
 def _read_by(node: NodeProto) -> Iterator[str]:
-    """Yield what a node reads, in its branches, too."""
+    """Yield the names of the values that a node and its subgraphs read."""
     yield from filter(None, node.input)
     for attribute in node.attribute:
         for inner in attribute.g.node:
@@ -132,16 +132,16 @@ class _Layer:
     """A layer whose weight is in eight bits.
 
     Attributes:
-        reads: its input in the file in eight bits.
-        writes: its output in the one in float32.
+        reads: name of the input in the file in eight bits.
+        writes: name of the output in the one in float32.
         weight: in float32, as ``product`` takes it.
-        whole: in eight bits, in the file.
-        steps: of ``whole``, shaped as that.
+        whole: the weight in eight bits, in the file.
+        steps: quantization steps of ``whole``, of the same shape.
         is_transposed: whether ``whole`` is the transpose of what ``product`` takes.
         bias: in the file, in float32 or whole numbers; None for none.
-        bias_steps: of that; 1 in float32.
+        bias_steps: quantization steps of the bias; 1 in float32.
         product: the layer as a product of matrices.
-        arguments: of the operator, behind its input.
+        arguments: of the operator, after its input.
         pads: around the input, as torch takes them.
     """
 
@@ -166,8 +166,8 @@ class _Layer:
     ) -> tuple[Tensor, Tensor]:
         """Return rows of the input and of the output of a call, as ``Moments.add`` takes them.
 
-        With too many features for moments, there are none, and of the output what the weight in
-        eight bits leaves.
+        With too many features for moments, the input has none, and the output is the residual of
+        the weight in eight bits.
         """
         read, written = torch.from_numpy(x), torch.from_numpy(y)
         if self.weight.dim() == 2:
@@ -188,7 +188,7 @@ class _Layer:
         """Write better weights and a better bias into the file.
 
         Args:
-            seen, held: moments of rows; the second decide what is better.
+            seen, held: moments of rows; ``held`` decide which weights are better.
         """
         before, has_bias, both = (
             numpy_helper.to_array(self.whole),
@@ -262,7 +262,7 @@ class _Tensors:
         self._readers = Counter(name for node in nodes for name in _read_by(node))
 
     def own(self, name: str) -> tuple[TensorProto, Array] | None:
-        """Return the tensor that a value is, and its steps; None where others read it, too."""
+        """Return the stored tensor of a value, and its steps; None where others read it, too."""
         maker = self._makers.get(name)
         whole = name if maker is None else maker.input[0]
         if whole not in self._tensors or {self._readers[each] for each in (name, whole)} != {1}:
@@ -281,7 +281,7 @@ class _Tensors:
 def _operator(
     node: NodeProto, weight: Tensor
 ) -> tuple[Product, tuple[Any, ...], tuple[int, ...]] | None:
-    """Return a node as a product, its arguments behind the input, and the pads of that."""
+    """Return a node as a product, its arguments after the input, and the input's padding."""
     given = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     if node.op_type != "Conv":
         plain = {given.get("alpha", 1.0), given.get("beta", 1.0)} == {1.0}

@@ -1,7 +1,7 @@
-"""The ONNX file: made from the dense program, run by ONNX Runtime, written whole.
+"""ONNX file of a program: translation, names, and loading into ONNX Runtime.
 
-Outputs are called as in the model's own code, sizes by their names. Where the exporter folds one
-weight into another (a BatchNorm into a convolution) products may be subnormal: these are flushed
+Outputs are named as in the model's code, free sizes as given. Where the exporter folds one weight
+into another (a BatchNorm into a convolution) products may be subnormal: these are flushed to zero
 (``slicing.tensors`` says why).
 """
 
@@ -48,7 +48,7 @@ _NAME = r"[A-Za-z_]\w*"
 
 
 def output_names(program: ExportedProgram) -> list[str]:
-    """Return a name for each tensor that a program returns, as ``leaf_names`` gives it."""
+    """Return the names of a program's tensor outputs, by ``leaf_names``; empty if unknown."""
     specs = program.graph_signature.output_specs
     given = [spec.arg for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
     structure = program.call_spec.out_spec
@@ -64,7 +64,7 @@ def rename(
     sizes: Sequence[Mapping[int, str]],
     inputs: Sequence[str] = (),
 ) -> None:
-    """Give outputs, inputs and the free dims of these such names, in place; none: they stay."""
+    """Rename outputs, inputs and free dims, in place; without new names the old ones stay."""
     graph = model.graph
     if len(inputs) == len(graph.input):
         _free_names(graph, inputs)
@@ -80,7 +80,7 @@ def rename(
         names.setdefault(output.name, name)
     rename_values(graph, names)
     symbols = {
-        symbol[0]: name  # of a multiple, what it is one of
+        symbol[0]: name  # of a multiple such as 2*n, the symbol n
         for given, dims in zip(graph.input, sizes, strict=False)
         for dim, name in dims.items()
         if (symbol := re.search(_NAME, given.type.tensor_type.shape.dim[dim].dim_param))
@@ -94,7 +94,7 @@ def rename(
 
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Rename values, also where a branch of the graph reads them."""
+    """Rename the values of a graph and of its subgraphs, in place."""
     for node in graph.node:
         for values in (node.input, node.output):
             for number, value in enumerate(values):
@@ -107,7 +107,7 @@ def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
 
 
 def _free_names(graph: onnx.GraphProto, names: Sequence[str]) -> None:
-    """Rename, in place, what has one of these names and is no input."""
+    """Rename, in place, values other than inputs that have one of these names."""
     own = {value.name for value in graph.input}
     rename_values(graph, {name: f"{name}_inside" for name in names if name not in own})
     for array in graph.initializer:
@@ -115,8 +115,8 @@ def _free_names(graph: onnx.GraphProto, names: Sequence[str]) -> None:
             array.name += "_inside"
 
 
-# Operators that multiply with a number or add it. Zero is as good there as what is subnormal, which
-# it is not in a quotient, a logarithm or a variance.
+# Operators that are linear in a weight: there zero can replace subnormal numbers, which it cannot
+# in a quotient, a logarithm or a variance.
 _LINEAR = frozenset(
     ("Add", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "Mul", "RNN", "Sub")
 )
@@ -124,7 +124,7 @@ _SHAPING = frozenset(("Expand", "Reshape", "Split", "Squeeze", "Transpose", "Uns
 
 
 def flush_weights(model: onnx_ir.Model) -> None:
-    """Set subnormal weights of float32 to zero, in place, if only sums of products read them."""
+    """Set subnormal weights of float32 to zero, in place, if only linear operators read them."""
     import onnx_ir
 
     for graph in model.graphs():
@@ -141,7 +141,7 @@ def flush_weights(model: onnx_ir.Model) -> None:
 
 
 def _is_linear(value: onnx_ir.Value) -> bool:
-    """Check that it is read by such operators alone, also by way of another shape."""
+    """Check that only linear operators read a value, directly or after a change of shape."""
     if value.is_graph_output():
         return False
     return all(
@@ -166,14 +166,14 @@ def write_runnable(
     Args:
         program: the program.
         path: of the file.
-        data: in the same folder, where the weights lie if one file cannot hold them.
-        sizes: for each input what its free dims are called.
+        data: of the weights, in the same folder, if one file cannot hold them.
+        sizes: for each input the names of its free dims.
         opset: of the file; None for the exporter's own choice.
-        source: a file whose names of inputs and outputs this one gets.
-        apart: whether weights lie in a file of their own that one file could hold.
+        source: the ONNX file whose names of inputs and outputs this one gets.
+        apart: whether weights are in a separate file even if one file could hold them.
 
-    The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
-    several clamps of one tensor): then the file is written as it is before.
+    The exporter's optimizer sometimes makes an invalid file (it gives one name to the limits of
+    several clamps of one tensor): then the file is written without that optimizer.
 
     Raises:
         L0pruneError: torch's exporter has no translation, or not in this opset, or ONNX Runtime
@@ -203,7 +203,7 @@ def _named_as(
 
 
 def _own_names(program: ExportedProgram, model: onnx.ModelProto) -> Sequence[str]:
-    """The names of a forward's arguments, where the inputs are called ``args_0`` and so on."""
+    """Return the forward's argument names if the inputs are ``args_0`` and so on; else none."""
     signature = program.module_call_graph[0].signature
     names = (signature and signature.forward_arg_names) or ()
     is_numbered = all(re.fullmatch(r"args_\d+", each.name) for each in model.graph.input)
@@ -223,10 +223,10 @@ def to_onnx(
     opset: int | None = None,
     apart: bool = False,
 ) -> onnx.ModelProto:
-    """Translate the program to ONNX, quietly. Outputs that are no tensors are left out.
+    """Translate the program to ONNX, without printing; outputs other than tensors are left out.
 
-    It has the arguments and errors of ``write_runnable``. The weights are written to ``data``
-    where they are too large for one file with it, or are to lie ``apart``.
+    Arguments and errors are those of ``write_runnable``. The weights are written to ``data`` if
+    they are too large for one file, or ``apart`` is set.
     """
     import onnx_ir
 
@@ -299,7 +299,7 @@ def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of what is at the bottom of the exporter's pages."""
+    """Return the first line of the innermost cause of an exporter's error."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -325,7 +325,7 @@ class Session:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Say of what ONNX Runtime raises where it comes from."""
+    """Raise exceptions of ONNX Runtime within the context as L0pruneError."""
     try:
         yield
     except Exception as error:
@@ -339,7 +339,7 @@ def _named() -> Iterator[None]:
 def describe(path: Path, facts: Mapping[str, Any]) -> None:
     """Add facts to the metadata of the file at a path.
 
-    Two messages of protobuf, one after the other, are one that holds the lists of both; so the
+    Concatenated protobuf messages parse as one message with the lists of both, so that the
     weights need not be read and written again.
     """
     import onnx

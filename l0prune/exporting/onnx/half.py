@@ -1,6 +1,6 @@
-"""The file of a smaller model in 16 bits, float16 or bfloat16, and what these change.
+"""The file of a smaller model in float16 or bfloat16, and its comparison with float32.
 
-Nothing is proven of it. It is compared with the file in float32, which is.
+It is not certified itself. It is compared with the file in float32, which is.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.onnx_session import session_of
 from l0prune.running.stages import stage
 
-_FIRST_OF_BFLOAT16 = 22  # opset; before it no convolution has such numbers
+_FIRST_OF_BFLOAT16 = 22  # opset; before it convolutions do not take bfloat16
 _TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-_LARGE = 0.1  # an error that is warned of
+_LARGE = 0.1  # errors above this give a warning
 _SECONDS = 1.0  # of all turns
 
 
 @dataclass(frozen=True)
 class Half:
-    """A file in 16 bits compared with the file in float32 that it was made from.
+    """Comparison of a file in 16 bits with the file in float32 that it was made from.
 
     Attributes:
         dtype: ``float16`` or ``bfloat16``.
         errors: by output, the root mean square of the difference over that of the output, where
-            each operator computes in float32 and its result is rounded; None of whole numbers.
+            each operator computes in float32 and its result is rounded; None for whole numbers.
         agreement: by output, the share of examples (or places) with the same largest score.
         compared: examples, those of the certificate.
-        too_large: weights that no float16 holds, which are its largest number instead.
+        too_large: weights beyond the range of float16, which are clipped to it.
         bytes: of the file, weights included, and of the one in float32.
         times: of the two files in turns; ``dense`` are those of the one in float32. None where
             ONNX Runtime has no such operators for this processor.
@@ -66,7 +66,7 @@ class Half:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the cautions for who serves the file; empty where all is well."""
+        """Return warnings about weights and errors of the file; empty if there are none."""
         found = []
         if self.too_large:
             found.append(
@@ -89,12 +89,12 @@ class Half:
         return f"{'; '.join(parts)} ({self.compared} examples); {size}; {self.times or time}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the comparison as plain data."""
         return asdict(self)
 
 
 def path_of(path: Path, dtype: str) -> Path:
-    """Return the path of such a file beside a file: ``model.float16.onnx``."""
+    """Return the path of the file in 16 bits beside a file: ``model.float16.onnx``."""
     return path.with_name(f"{path.stem}.{dtype}{path.suffix}")
 
 
@@ -102,8 +102,8 @@ def opset_for(dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> 
     """Return the opset that both files have; None for the exporter's own choice.
 
     Raises:
-        UsageError: it is no such dtype, its operators have it in later opsets only, or the model
-            is captured in parts.
+        UsageError: the dtype is unknown, operators take it in later opsets only, or the model is
+            captured in parts.
     """
     if dtype not in _TYPES:
         raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
@@ -126,14 +126,14 @@ def write_half(
 
     Args:
         proven: the file in float32.
-        target: of the other.
-        data: beside ``target``, where its weights lie if those of ``proven`` lie apart.
+        target: path of the file in 16 bits.
+        data: path of its weights, beside ``target``, if those of ``proven`` are in a separate file.
         dtype: ``float16`` or ``bfloat16``.
         half_io: whether inputs and outputs are in this dtype, too.
 
     Raises:
         UsageError: the weights are too many for the converter.
-        L0pruneError: ONNX Runtime says that the file is none.
+        L0pruneError: ONNX Runtime rejects the file.
     """
     single = onnx.load(str(proven.path))
     if single.ByteSize() > LARGEST:
@@ -165,10 +165,10 @@ def write_half(
 def in_half(
     single: ModelProto, dtype: str, *, half_io: bool = False
 ) -> tuple[ModelProto, list[str]]:
-    """Return a file in 16 bits, by ONNX Runtime's converter, and the weights too large for it.
+    """Convert a file to 16 bits by ONNX Runtime's converter; also return weights out of range.
 
-    The converter knows float16, and which operators have to stay in float32. For bfloat16 its
-    types are replaced, and weights rounded anew from float32.
+    The converter knows float16, and which operators have to stay in float32. For bfloat16 the
+    types in its result are replaced, and weights are rounded from float32.
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
@@ -203,7 +203,7 @@ def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield the constants of a graph and of those in it, by name or by what they become."""
+    """Yield the constants of a graph and its subgraphs, by name or by the node's output."""
     yield from ((tensor.name, tensor) for tensor in graph.initializer)
     for node in graph.node:
         for attribute in node.attribute:
@@ -228,7 +228,7 @@ def _retype(graph: GraphProto, to: int) -> None:
 
 
 def _cast_at_borders(graph: GraphProto, half: int) -> None:
-    """Let a graph take and give float32, in place: casts behind its inputs, before its outputs."""
+    """Make the inputs and outputs of a graph float32, in place, by casts."""
     first: list[NodeProto] = []
     last: list[NodeProto] = []
     for values, nodes in ((graph.input, first), (graph.output, last)):
@@ -279,11 +279,11 @@ def _round_results(graph: GraphProto, half: int, known: Collection[str]) -> None
 
 
 def _differences(single: ModelProto, dtype: str, piece: ExportedPart) -> Differences:
-    """Return the errors and agreements of rounding, on what the certificate was given."""
+    """Return errors and agreement under rounding, on the certificate's inputs."""
     names = [each.name for each in single.graph.output]
     found: list[Sequence[Outputs]] = []
     for model in (single, rounded(single, dtype)):
-        # Optimized, a cast and its reverse would be none.
+        # The optimizer would remove a cast and its reverse.
         session = session_of(model.SerializeToString(), optimizes=False)
         given = [each.name for each in session.get_inputs()]
         answers = []
@@ -303,10 +303,10 @@ def _rounded_array(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, A
 
 
 def _times(proven: InFloat32, target: Path) -> Times | None:
-    """Run both files in turns; None where ONNX Runtime lacks operators of the second one's.
+    """Time both files in turns; None where ONNX Runtime lacks operators in 16 bits.
 
     Raises:
-        L0pruneError: it says that the second is no file, or cannot run it.
+        L0pruneError: ONNX Runtime rejects the file in 16 bits.
     """
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoOperator
 
@@ -314,7 +314,7 @@ def _times(proven: InFloat32, target: Path) -> Times | None:
         found = collect.Network(target, proven.threads, collect.CPU)
     except NoOperator:
         return None
-    except Exception as error:  # of classes of its own
+    except Exception as error:  # of ONNX Runtime's classes
         raise L0pruneError(
             f"ONNX Runtime cannot run the file in 16 bits, so it was not written: "
             f"{first_line(error)}. The one in float32 is fine: leave dtype out"

@@ -1,6 +1,6 @@
-"""The int8 file of a smaller model: how it is chosen, and what eight bits change.
+"""The int8 file of a smaller model: calibration, writing, and comparison with float32.
 
-Nothing is proven of it. It is compared with the file in float32, which is.
+It is not certified itself. It is compared with the file in float32, which is.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 
-TRAINED = "trained"  # the method whose ranges training found
+TRAINED = "trained"  # the method with the ranges of training
 _FASTER = 1.02  # less is no gain
-_LARGE = 0.1  # an error that is warned of
+_LARGE = 0.1  # errors above this give a warning
 _TESTED = 2000  # test examples at most
-_TOGETHER = 50  # of these
+_TOGETHER = 50  # of these in a batch
 _SECONDS = 1.0  # of all turns
 
 
 @dataclass(frozen=True)
 class Int8:
-    """Eight bits compared with the file in float32 that an int8 file was made from.
+    """Comparison of an int8 file with the file in float32 that it was made from.
 
     Attributes:
         method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error;
-            ``trained`` where the ranges are those of a training that knew of eight bits.
-        calibrated, compared: examples that the ranges are from, and others by which the two files
-            are compared.
+            ``trained`` where the ranges are those of a training with fake quantization.
+        calibrated, compared: number of examples that the ranges are from, and of others by which
+            the two files are compared.
         errors: by output, the root mean square of the difference over that of the output; None
-            where it is of whole numbers.
+            for whole numbers.
         agreement: by output, the share of examples (or places) where the largest score is the
-            same one; of whole numbers, of those that are equal.
-        kept: what stays in float32 since it would cost most: layers, and kinds of operators.
+            same one; for whole numbers, the share of equal ones.
+        kept: operators and layers that stay in float32 since eight bits cost most there.
         costly: the layers that cost most, with the error that each alone makes; empty where the
             whole error is small.
         times: of the two files in turns; ``dense`` are those of the one in float32.
@@ -100,7 +100,7 @@ class Int8:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the cautions for who serves the file; empty where all is well."""
+        """Return warnings about speed and errors of the file; empty if there are none."""
         found = []
         if self.times.share * _FASTER > 1:
             found.append(
@@ -115,7 +115,7 @@ class Int8:
                 "time is saved: make the int8 file on a machine like the one that will serve it"
             )
         worst = max((e for e in self.errors.values() if e is not None), default=0.0)
-        if worst > _LARGE and not self.bits:  # the one in float32 is not what was trained then
+        if worst > _LARGE and not self.bits:  # else float32 is not the trained network
             names = ", ".join(f"{name} ({error:.0%})" for name, error in self.costly)
             found.append(
                 f"eight bits change the outputs by {worst:.0%}. The layers that cost most: {names}"
@@ -135,7 +135,7 @@ class Int8:
         return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {self.times}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the comparison as plain data."""
         return asdict(self)
 
 
@@ -145,7 +145,7 @@ def path_of(path: Path) -> Path:
 
 
 def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
-    """Refuse a model or an opset of which there is no int8 file.
+    """Raise UsageError for a model or an opset that has no int8 file.
 
     Raises:
         UsageError: it is captured in parts, or the opset is too old.
@@ -172,13 +172,13 @@ def write_int8(
     Args:
         proven: the file in float32.
         target: of the int8 file.
-        given: what it is calibrated with, as ``calibration.feeds_of`` takes it.
-        ranges: that the network was trained with, which the file then has; None to choose them.
+        given: calibration data, as ``calibration.feeds_of`` takes it.
+        ranges: of the training, which the file then has; None to calibrate them.
         compensates: whether weights that make up for the rounding are tried; see ``compensation``.
-            Those of a training that knew of eight bits stay as they are.
+            Weights that were trained with fake quantization stay as they are.
 
     Raises:
-        UsageError: the weights lie beside the file; the inputs are not such as it takes, or few.
+        UsageError: the weights are in a separate file; the inputs do not fit, or are too few.
         L0pruneError: ONNX Runtime cannot quantize it.
     """
     if proven.is_apart:
@@ -230,7 +230,7 @@ def write_int8(
 def _searched(
     path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path, *, compensates: bool
 ) -> Search:
-    """Calibrate a file, choose what of it stays in float32, and make up for the rounding."""
+    """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
     with stage("calibrating the int8 file"):
         quantizer = Quantizer.of(path, seen, folder)
     with stage("choosing what of it stays in float32"):
@@ -243,7 +243,7 @@ def _searched(
 
 
 def compared_on(task: Task, first: OnnxFile, second: OnnxFile, batch_size: int) -> Differences:
-    """Return what ``differences`` says of two files on the test data."""
+    """Return the ``differences`` of two files on the test data."""
     answers: tuple[list[Outputs], list[Outputs]] = ([], [])
     names: list[str] = []
     for batch in test_batches(task, batch_size, torch.device("cpu"), WHOLE):
@@ -258,7 +258,7 @@ def compared_on(task: Task, first: OnnxFile, second: OnnxFile, batch_size: int) 
 def _metrics(
     paths: tuple[Path, Path], given: Any, piece: ExportedPart
 ) -> tuple[dict[str, tuple[float, float]], int]:
-    """Return loss and metric of two files on test data, if there is some, and its examples."""
+    """Return loss and metric of two files on test data, if any, and the number of examples."""
     if not is_source(given):
         return {}, 0
     task, cpu = Task.of(given), torch.device("cpu")

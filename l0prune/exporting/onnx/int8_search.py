@@ -1,4 +1,4 @@
-"""Search for the calibration of an int8 file and for what stays in float32, by measured error."""
+"""Search for an int8 file's calibration and its nodes in float32, by measured error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.compensation import compensated
 from l0prune.exporting.onnx.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
-_SMALL = 0.05  # an error that needs no search for what makes it
-_WORTH = 0.8  # share of the error that is left by what is worth to stay in float32
-_TRIED = 2  # calls by which layers are tried one by one
+_SMALL = 0.05  # an error up to which nothing is searched
+_WORTH = 0.8  # nodes stay in float32 if at most this share of the error is left
+_TRIED = 2  # calls for trying layers one by one
 _MOST = 4  # one layer in so many may stay in float32
 _NAMED = 3
 
@@ -28,11 +28,11 @@ class Comparison:
     """Comparison of files with the outputs of one in float32.
 
     Args:
-        network: the latter.
-        feeds: what both are given.
+        network: the file in float32.
+        feeds: inputs of all files.
 
     Raises:
-        UsageError: the file does not take them.
+        UsageError: the file does not take the feeds.
     """
 
     def __init__(self, network: collect.Network, feeds: Sequence[Feed]) -> None:
@@ -41,10 +41,10 @@ class Comparison:
         self._expected = self.outputs(network)
 
     def outputs(self, network: collect.Network, calls: int | None = None) -> list[Outputs]:
-        """Return what a file answers to the first so many feeds, or to all."""
+        """Return the outputs of a file for the first ``calls`` feeds, or for all."""
         try:
             return [network.session.run(None, feed) for feed in self._feeds[:calls]]
-        except Exception as error:  # of classes of its own
+        except Exception as error:  # of ONNX Runtime's classes
             raise UsageError(f"the file does not take the calibration inputs: {error}") from error
 
     def with_outputs(self, found: Sequence[Outputs]) -> Differences:
@@ -52,7 +52,7 @@ class Comparison:
         return differences(self._names, self._expected, found)
 
     def worst(self, network: collect.Network, calls: int | None = None) -> float:
-        """Return the largest error of a file; of whole numbers, the share that differs."""
+        """Return the largest error of a file; for whole numbers, the share that differs."""
         errors, agreement = self.with_outputs(self.outputs(network, calls))
         known = [1 - agreement[n] if error is None else error for n, error in errors.items()]
         return max(known, default=0.0)
@@ -75,7 +75,7 @@ def differences(
 
 
 def as_texts(errors: Mapping[str, float | None], agreement: Mapping[str, float]) -> list[str]:
-    """Return what ``differences`` found, a text for each output."""
+    """Return the result of ``differences``, as a text for each output."""
     found = []
     for name, error in errors.items():
         said = [] if error is None else [f"{error:.2%} from float32"]
@@ -111,7 +111,7 @@ def _equal(pairs: Pairs) -> float:
 
 
 def _same_largest(pairs: Pairs) -> float | None:
-    """Share of rows whose largest score is at the same place: of dim 1, or the last of three.
+    """Return the share of equal argmax along the classes: dim 1, or the last of three dims.
 
     None where there is one score only.
     """
@@ -123,14 +123,14 @@ def _same_largest(pairs: Pairs) -> float | None:
 
 
 class Search:
-    """Search for the method of calibration, and for what stays in float32, by the least error.
+    """Search for the calibration method and the nodes in float32 with the least error.
 
     First kinds of operators that do not multiply are tried, such as the sums of a residual stream,
     then layers one by one. ``compensate`` then tries weights that make up for the rounding.
 
     Attributes:
         method: of calibration.
-        kept: what stays in float32, in words.
+        kept: names of the operators and layers that stay in float32.
         costly: the layers that cost most, with the error of each alone.
         compensated: the error without and with weights that make up for the rounding; None where
             they were not tried.
@@ -146,18 +146,18 @@ class Search:
         self._better: ModelProto | None = None
 
     def made(self) -> ModelProto:
-        """Return the file that was chosen."""
+        """Return the chosen file."""
         return self._better or self._quantizer.quantized(self.method, self._nodes)
 
     def run(self) -> None:
-        """Search."""
+        """Choose the calibration method, then the operators and layers in float32."""
         error = self._choose_method()
         error = self._keep_operators(error)
         if error > _SMALL:
             self._keep_layers(error)
 
     def compensate(self, feeds: Sequence[Feed]) -> None:
-        """Take weights that make up for the rounding, where the error is less with them."""
+        """Use weights that compensate the rounding if they make the error smaller."""
         plain = self.made()
         better = compensated(self._quantizer.model, plain, feeds)
         self.compensated = self._error_of(plain), self._error_of(better)
@@ -176,10 +176,10 @@ class Search:
         return errors[self.method]
 
     def _keep_operators(self, error: float) -> float:
-        """Leave kinds of operators in float32 where that is worth it; return the error then.
+        """Keep kinds of operators in float32 where that is worth it; return the resulting error.
 
-        A value that several read is quantized unless all of them are in float32, so that kinds
-        are left together, and then put back one by one.
+        A value is quantized unless all of its readers are in float32, so that kinds are excluded
+        together, and then put back one by one.
         """
         kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
         least = self._error(_names(kinds)) if error > _SMALL and kinds else error

@@ -1,8 +1,8 @@
-"""Files of an opset before 18, by torch's former exporter, and weights beside a file.
+"""ONNX files of opsets before 18, by torch's former exporter, and weights in separate files.
 
-The former exporter follows a forward with TorchScript. What it follows here is the graph of the
-program that other files are made from, in which sizes are read off the tensors. Weights lie beside
-the file where both would be larger than 2 GB, which protobuf does not allow.
+The former exporter traces a forward with TorchScript. Here it traces the graph of the program that
+other files are made from, with sizes read from the tensors. Weights are in a separate file where
+both would be larger than 2 GB, which protobuf does not allow.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
-_ROOM = 0.95  # of it for weights; the rest is for the graph
+_ROOM = 0.95  # share of it for weights; the rest is for the graph
 
 
 @contextmanager
 def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a new path for the weights of an ONNX file, if they have to lie apart.
+    """Yield a new path for the weights of an ONNX file, if they need a separate file.
 
-    To be entered before the ONNX file is made and left after that has its name. So a kill leaves
-    the old file with its weights, or the new one with its own. In the end weights go that the file
-    does not name: the old ones, or the new ones where it was not replaced.
+    Enter the context before the ONNX file is made, leave it after the file has its name. So a kill
+    leaves the old file with its weights, or the new file with the new ones. On exit weights that
+    the file does not name are deleted: the old ones, or the new ones if it was not replaced.
     """
     target = Path(os.path.realpath(path))
     ours = re.compile(re.escape(target.name) + r"\.[0-9a-f]{8}\.data")
     try:
         yield target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
     finally:
-        with contextlib.suppress(OSError):  # they only take room
+        with contextlib.suppress(OSError):  # leftovers only take space
             found = [file for file in target.parent.iterdir() if ours.fullmatch(file.name)]
             content = target.read_bytes() if found and target.exists() else b""
             for file in found:
@@ -58,13 +58,13 @@ def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def is_large(model: onnx_ir.Model) -> bool:
-    """Check whether its weights are too large for one file."""
+    """Check whether the weights of a model are too large for one file."""
     weights = {id(value.const_value): value.const_value for value in _weights(model)}
     return sum(tensor.nbytes for tensor in weights.values() if tensor) > _ROOM * LARGEST
 
 
 def move_out(model: onnx_ir.Model, data: Path) -> None:
-    """Write the weights to a file that the model then names, in place."""
+    """Move the weights of a model to an external data file, in place."""
     import onnx_ir
 
     onnx_ir.external_data.unload_from_model(model, data.parent, data.name)
@@ -77,7 +77,7 @@ def _weights(model: onnx_ir.Model) -> list[onnx_ir.Value]:
 
 
 FIRST_OF_PRESENT = 18
-_FIRST = 7  # that ONNX Runtime reads
+_FIRST = 7  # the oldest that ONNX Runtime reads
 _ATEN = torch.ops.aten
 
 
@@ -96,10 +96,10 @@ def check_opset(opset: int | None) -> None:
 def of_older_opset(
     program: ExportedProgram, opset: int, sizes: Sequence[Mapping[int, str]]
 ) -> onnx_ir.Model:
-    """Return the program, in float32 and of tensors alone, in ONNX of this opset, less than 18.
+    """Translate a program, in float32 and of tensors only, to ONNX of an opset before 18.
 
     Raises:
-        L0pruneError: an operator is none that this opset has; with the lowest that has all.
+        L0pruneError: the opset lacks an operator; the message names the lowest one that has all.
     """
     following = _Following(program)
     try:
@@ -116,7 +116,7 @@ def of_older_opset(
 
 
 class _Following(nn.Module):
-    """A program that TorchScript can follow: it takes tensors and gives tensors."""
+    """Module around a program that TorchScript can trace: from tensors to tensors."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Following(nn.Module):
 
     @property
     def example(self) -> tuple[Tensor, ...]:
-        """The tensors that it was captured with."""
+        """Return the example tensors that the program was captured with."""
         return tuple(self.leaves[place] for place in self.places)
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -148,12 +148,12 @@ class _Following(nn.Module):
 
 
 def _with_plain_sizes(module: GraphModule) -> GraphModule:
-    """Return a graph whose sizes TorchScript sees, without hooks and assertions.
+    """Return a graph whose sizes TorchScript can trace, without hooks and assertions.
 
-    It sees them where a function of torch is given them, and not where an operator itself is.
+    It traces sizes that are given to functions of torch, but not those given to ATen operators.
     """
     for node in list(module.graph.nodes):
-        if node.target is _ATEN._unsafe_view.default:  # which it does not know
+        if node.target is _ATEN._unsafe_view.default:  # unknown to TorchScript
             node.target = _ATEN.view.default
         name = operator_name(node.target).rpartition(".")[2]
         first = node.args[0] if node.args else None
@@ -178,7 +178,7 @@ def _with_plain_sizes(module: GraphModule) -> GraphModule:
 def _sliced(
     x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """Return the slice of a tensor as Python's indexing does, whose sizes are seen."""
+    """Slice a tensor by Python's indexing, so that TorchScript can trace the sizes."""
     return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
 
 
@@ -219,7 +219,7 @@ def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]])
 def _give_back_unread(
     graph: onnx.GraphProto, following: _Following, axes: Mapping[str, Mapping[int, str]]
 ) -> None:
-    """Declare again, in place, inputs that the former exporter leaves out: nothing reads them."""
+    """Declare inputs that no node reads, in place: the former exporter leaves them out."""
     import onnx
 
     known = {each.name: each for each in graph.input}
@@ -234,7 +234,7 @@ def _give_back_unread(
 
 
 def _operator(error: BaseException) -> str:
-    """Return the operator that an error of the exporter is about; empty if it is about none."""
+    """Return the operator that an error of the exporter names; empty if it names none."""
     found = re.search(r"operator '(?:aten::)?([^']+)'", str(error))
     return found[1] if found else ""
 

@@ -1,15 +1,15 @@
-"""Operators that torch's ONNX exporter lacks or writes at length, in other terms.
+"""Decompositions of operators that torch's ONNX exporter lacks or writes inefficiently.
 
-Attention: the exporter turns the keys by way of three dims, whose sizes it reads off at run time:
+Attention: the exporter transposes the keys through three dims, whose sizes it reads at run time:
 ten nodes and one more pass over the keys, and it takes four dims only. As products of matrices the
-keys are turned as they are, and ONNX Runtime merges that with what lies before and after.
+keys are transposed directly, and ONNX Runtime fuses that with the nodes before and after.
 
 Recurrent layers: the operators LSTM, GRU and RNN of ONNX, one for each layer. ONNX has no
 projections: an LSTM with them is a loop (``Scan``) over its steps.
 
-Convolutions in which every example has filters of its own have as many groups as there are
-examples, which in ONNX is a constant. As a product of matrices, of patches of the image or
-followed by their sum, it is free.
+Convolutions with separate filters for every example have as many groups as there are examples,
+and in ONNX the number of groups is a constant. As products of matrices (of unfolded patches, or
+followed by a fold) they leave the number of examples free.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _ATEN = torch.ops.aten
 
 
 def written_as_products(program: ExportedProgram) -> ExportedProgram:
-    """Return the program, or a copy around its tensors in which attention is written out.
+    """Return the program, or a copy that shares its tensors, with attention as matrix products.
 
-    What is causal, or has fewer heads of keys than of queries, stays for the exporter.
+    Attention that is causal, or has fewer heads of keys than of queries, is left to the exporter.
     """
     if not any(_can_be_written(node) for node in program.graph.nodes):
         return program
@@ -49,15 +49,15 @@ def written_as_products(program: ExportedProgram) -> ExportedProgram:
     for node in list(copied.graph.nodes):
         if _can_be_written(node):
             _write(copied.graph, node)
-    views_that_may_copy(copied)  # products lie otherwise in memory than what attention returns
+    views_that_may_copy(copied)  # products have other strides than the result of attention
     copied.graph_module.recompile()
     return copied
 
 
 def without_checks(program: ExportedProgram) -> ExportedProgram:
-    """Return the program, or a copy that asserts nothing about values, which ONNX cannot do.
+    """Return the program, or a copy without assertions about values, which ONNX lacks.
 
-    The exporter drops the assertions themselves, and fails at what they were about.
+    The exporter drops the assertions themselves, and fails at the values that they check.
     """
     if not program.graph.find_nodes(op="call_function", target=_ATEN.item.default):
         return program
@@ -107,7 +107,7 @@ def _write(graph: Graph, node: Node) -> None:
         if isinstance(mask, Node):
             scores = call(_ATEN.add.Tensor, scores, mask)
         weights = call(_ATEN.softmax.int, scores, -1)
-        if is_boolean:  # torch attends to nothing where everything is hidden
+        if is_boolean:  # torch returns zeros where all keys are masked
             nothing = call(_ATEN.isnan.default, weights)
             weights = call(_ATEN.masked_fill.Scalar, weights, nothing, 0.0)
         result = call(_ATEN.matmul.default, weights, v)
@@ -123,10 +123,10 @@ def _value(node: Node) -> Tensor:
 
 
 def in_plain_terms(program: ExportedProgram) -> ExportedProgram:
-    """Return a copy whose views may copy, and whose attention lies in memory as those expect.
+    """Return a copy with reshapes instead of views, and with contiguous results of attention.
 
-    The exporter decomposes causal attention into operators whose result lies otherwise in memory
-    than that of the fused one, and then fails at the ``view`` that comes after it.
+    The exporter decomposes causal attention into operators whose result has other strides than
+    that of the fused operator, and then fails at the ``view`` that comes after it.
     """
     copied = around_its_tensors(program)
     views_that_may_copy(copied)
@@ -146,8 +146,8 @@ def _contiguous(graph: Graph, node: Node) -> None:
     node.replace_all_uses_with(plain, delete_user_cb=lambda user: user is not plain)
 
 
-# The operator of ONNX, and where it has the gates of torch: i, o, f, g for i, f, g, o of an LSTM;
-# z, r, n for r, z, n of a GRU.
+# The operator of ONNX, and the order of torch's gates in it: i, o, f, g for torch's i, f, g, o of
+# an LSTM; z, r, n for r, z, n of a GRU.
 _OPERATORS = {
     "lstm": ("LSTM", (0, 3, 1, 2)),
     "gru": ("GRU", (1, 0, 2)),
@@ -160,9 +160,9 @@ _ARRANGING = ("Concat", "Slice", "Unsqueeze")
 
 
 def with_one_operator(program: ExportedProgram) -> ExportedProgram:
-    """Return the program, or a copy whose recurrent calls are of ``l0prune::recurrent``.
+    """Return the program, or a copy whose recurrent layers call ``l0prune::recurrent``.
 
-    States that are zero are left out, as ONNX takes them.
+    Initial states of zero are left out: they are the default in ONNX.
     """
     if not any(node.target in KIND_OF for node in program.graph.nodes):
         return program
@@ -178,7 +178,7 @@ def with_one_operator(program: ExportedProgram) -> ExportedProgram:
 
 
 def arrange_weights(model: onnx_ir.Model) -> None:
-    """Lay the weights of recurrent operators out in the file as these take them, in place."""
+    """Fold the rearrangement of recurrent operators' weights into constants, in place."""
     from onnxscript import optimizer
 
     found: set[onnx_ir.Node] = set()
@@ -239,7 +239,7 @@ def _layer(
         "direction": "bidirectional" if directions == 2 else "forward",
     }
     if name == "GRU":
-        attributes["linear_before_reset"] = 1  # as torch has it
+        attributes["linear_before_reset"] = 1  # as in torch
     elif name == "RNN":
         attributes["activations"] = [kind.removeprefix("rnn_").capitalize()] * directions
     bias = torch.cat(biases, 1) if biases else None
@@ -265,7 +265,7 @@ def _arranged(weight: Tensor, kind: str) -> Tensor:
 
 
 def _scanned(x: Tensor, states: Sequence[Tensor], ways: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return what ``_layer`` does of an LSTM with projections."""
+    """Return the results of ``_layer`` for an LSTM with projections, by a scan."""
     outputs, ends = [], []
     for number, (inputs, hidden, *others) in enumerate(ways):
         *biases, projection = others
@@ -293,9 +293,9 @@ def _scanned(x: Tensor, states: Sequence[Tensor], ways: Sequence[Sequence[Tensor
 
 
 def written_out(program: ExportedProgram, *, recurrent: bool = True) -> ExportedProgram:
-    """Return the program, or a copy in which operators are written out where they have to be.
+    """Return the program, or a copy in which operators without translation are decomposed.
 
-    Where ``recurrent`` layers are not, they stay torch's own operators.
+    Without ``recurrent``, recurrent layers stay torch's operators.
     """
     program = with_one_operator(program) if recurrent else program
     targets = {node.target for node in program.graph.nodes if _has_to_be(node)}
@@ -338,7 +338,7 @@ def _conv2d(
     dilation: Sequence[int] = (1,),
     groups: int | SymInt = 1,
 ) -> Tensor:
-    """Multiply patches of the image by filters."""
+    """Convolve by a product of unfolded patches and filters where groups are symbolic."""
     if not isinstance(groups, SymInt):
         result: Tensor = _ATEN.convolution(
             x, weight, bias, stride, padding, dilation, False, [0, 0], groups
@@ -366,7 +366,7 @@ def _conv_transpose2d(
     groups: int | SymInt = 1,
     dilation: Sequence[int] = (1,),
 ) -> Tensor:
-    """Sum what each pixel, times the filters, writes around itself."""
+    """Convolve transposed, by a matrix product and a fold, where groups are symbolic."""
     if not isinstance(groups, SymInt):
         result: Tensor = _ATEN.convolution(
             x, weight, bias, stride, padding, dilation, True, output_padding, groups
@@ -398,7 +398,7 @@ def _biased(result: Tensor, bias: Tensor | None) -> Tensor:
 def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """Divide a sum by how many it is of; other reductions are in ONNX as they are."""
+    """Compute a scattered mean as sum over count; ONNX has the other reductions."""
     if reduce != "mean":
         return NotImplemented
     given = src[tuple(slice(size) for size in index.shape)]

@@ -1,4 +1,4 @@
-"""ONNX files tried in the other runtimes that are installed, beside ONNX Runtime."""
+"""Checks of ONNX files in installed runtimes other than ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from l0prune.running.stages import stage
 
 
 def tried_elsewhere(path: Path, piece: ExportedPart) -> list[Check]:
-    """Run a file in OpenVINO where that is installed; return what agrees with the gated model.
+    """Run a file in OpenVINO if installed; return the checks that agree with the gated model.
 
-    A runtime that cannot run the file, or computes something else, is warned of: ONNX Runtime has
-    shown by then that the file is right.
+    Failures and differences only give a warning: ONNX Runtime has shown by then that the file is
+    right.
     """
     if find_spec("openvino") is None:
         return []
@@ -28,7 +28,7 @@ def tried_elsewhere(path: Path, piece: ExportedPart) -> list[Check]:
             checks = compare_file(
                 "openvino", piece.answers[:1], _OpenVino(path), piece.path, piece.read
             )
-    except Exception as error:  # of classes of its own
+    except Exception as error:  # of OpenVINO's classes
         warn(f"OpenVINO, which is installed here, cannot run this file: {first_line(error)}")
         return []
     for check in checks:

@@ -1,7 +1,7 @@
-"""Static quantization of an ONNX file to eight bits, by ONNX Runtime's own quantizer.
+"""Static quantization of an ONNX file to eight bits, by ONNX Runtime's quantizer.
 
 Weights are int8 with a scale for each output; activations are uint8 on x86, whose instructions
-multiply uint8 by int8, and int8 elsewhere. What is quantized stands between a QuantizeLinear and a
+multiply uint8 by int8, and int8 elsewhere. Quantized values pass a QuantizeLinear and a
 DequantizeLinear, which ONNX Runtime fuses into operators on integers.
 """
 
@@ -27,15 +27,15 @@ from l0prune.errors import L0pruneError, first_line
 from l0prune.exporting.onnx.collect import processor_flags
 
 Feed = dict[str, np.ndarray[Any, Any]]
-"""What one call of a file is given, by the names of its inputs."""
+"""Inputs of one call of a file, by name."""
 
-FIRST_OPSET = 13  # in which a scale for each output can be written
+FIRST_OPSET = 13  # before it there is no scale for each output
 MULTIPLYING = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 MINMAX, ENTROPY = "minmax", "entropy"
 PERCENTILES = {f"percentile {share:g}": share for share in (99.999, 99.99, 99.9)}
 METHODS = (MINMAX, *PERCENTILES, ENTROPY)
 _BINS = 2048
-_TOGETHER = 8  # of these, in the search by entropy
+_TOGETHER = 8  # bins merged for the search by entropy
 
 
 def is_x86() -> bool:
@@ -47,7 +47,7 @@ def has_dot_products() -> bool:
     """Return whether this processor multiplies and adds bytes in one instruction.
 
     On x86 that is VNNI. Without it sums of two products saturate, so that weights get 7 bits.
-    True where the system does not say.
+    True where the system does not list the flags.
     """
     flags = processor_flags()
     return not (flags and is_x86()) or any(re.search("vnni|amx_int8", flag) for flag in flags)
@@ -55,7 +55,7 @@ def has_dot_products() -> bool:
 
 @dataclass
 class Quantizer:
-    """Writer of quantized files of one file in float32.
+    """Quantizer of one file in float32, with its calibrated ranges.
 
     Attributes:
         model: the file, as ONNX Runtime's preprocessing leaves it.
@@ -75,8 +75,8 @@ class Quantizer:
 
         Args:
             path: of the file.
-            feeds: what it is calibrated with.
-            folder: for files of no further use.
+            feeds: calibration inputs.
+            folder: for temporary files.
             methods: of calibration.
 
         Raises:
@@ -106,7 +106,7 @@ class Quantizer:
         return cls(model, nodes, ranges)
 
     def layer_of(self, name: str) -> str:
-        """Return the path of the module that a node is of; its own name where that is unknown."""
+        """Return the path of a node's module; the node's name where that is unknown."""
         (node,) = (each for each in self.model.graph.node if each.name == name)
         return owner_of(node) or name
 
@@ -142,9 +142,9 @@ class Quantizer:
 
 
 def _in_order(model: ModelProto) -> ModelProto:
-    """Return a file whose nodes come after what they read, as ONNX asks for.
+    """Return a file with the nodes in topological order, as ONNX requires.
 
-    The quantizer puts those that it adds last.
+    The quantizer appends the nodes that it adds.
     """
     import onnx_ir
 
@@ -154,7 +154,7 @@ def _in_order(model: ModelProto) -> ModelProto:
 
 
 def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
-    """Return a file in eight bits, for its time alone: its ranges are those of these inputs."""
+    """Return a file in eight bits for timing only: its ranges are those of one call."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(model, str(path))
@@ -163,7 +163,7 @@ def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Say of ONNX Runtime's errors within the context where they come from."""
+    """Raise errors of ONNX Runtime's quantizer within the context as L0pruneError."""
     try:
         yield
     except Exception as error:  # of many classes
@@ -174,10 +174,10 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def pool_means(model: ModelProto) -> None:
-    """Write means over all places of maps as GlobalAveragePool, in place; the values are the same.
+    """Replace means over all positions of feature maps by GlobalAveragePool, in place.
 
     Torch's exporter writes ReduceMean, which ONNX Runtime has in float32 only: one in the middle
-    of a network costs a way out of integers and back.
+    of a network costs a conversion to float32 and back.
     """
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     dims = _dims(model)
@@ -212,7 +212,7 @@ def _dims(model: ModelProto) -> dict[str, int]:
 
 
 def name_nodes(model: ModelProto) -> None:
-    """Give each node a name of its own, in place: the quantizer knows them by that."""
+    """Give each node a unique name, in place: the quantizer refers to nodes by name."""
     taken: set[str] = set()
     for number, node in enumerate(model.graph.node):
         if not node.name or node.name in taken:
@@ -223,7 +223,7 @@ def name_nodes(model: ModelProto) -> None:
 
 
 def owner_of(node: NodeProto) -> str:
-    """Return the innermost module of the exporter's scopes, of which the last one is a node."""
+    """Return the path of a node's innermost module, from the exporter's name scopes."""
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
             scopes = ast.literal_eval(entry.value)
@@ -234,7 +234,7 @@ def owner_of(node: NodeProto) -> str:
 def _ranges(
     path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str]
 ) -> dict[str, Any]:
-    """Return the ranges of all values by these methods, of one pass over the feeds."""
+    """Return the ranges of all values by these methods, from one pass over the feeds."""
     from onnxruntime.quantization import CalibrationMethod, TensorsData, create_calibrator
 
     calibrator = create_calibrator(
@@ -243,7 +243,7 @@ def _ranges(
         calibrate_method=CalibrationMethod.Percentile,
         extra_options={"symmetric": False, "num_bins": _BINS},
     )
-    for feed in feeds:  # all outputs of a call are in memory
+    for feed in feeds:  # one at a time: all outputs of a call are in memory
         calibrator.collect_data(_Reader(feed))
     collector = calibrator.collector
     seen = collector.get_histogram_dict()
@@ -263,7 +263,7 @@ def _coarser(histogram: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a histogram with wider bins: the search by entropy tries all pairs of them."""
     counts, edges, *rest = histogram
     whole = len(counts) // _TOGETHER * _TOGETHER
-    first = (len(counts) - whole) // 2  # it is symmetric; the bins beyond are of outliers
+    first = (len(counts) - whole) // 2  # it is symmetric; the outer bins hold outliers
     sums = counts[first : first + whole].reshape(-1, _TOGETHER).sum(1)
     sums[0], sums[-1] = sums[0] + counts[:first].sum(), sums[-1] + counts[first + whole :].sum()
     return (sums, edges[first : first + whole + 1 : _TOGETHER], *rest)

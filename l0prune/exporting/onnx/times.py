@@ -33,7 +33,7 @@ class Times:
         batch: examples in a call.
         runtime: with its version.
         processor: that they ran on.
-        dense_bytes: size of the dense network's file with its weights; None where nobody looked.
+        dense_bytes: size of the dense network's file with its weights; None if unknown.
     """
 
     dense: tuple[float, ...]
@@ -52,7 +52,7 @@ class Times:
         batch: int,
         dense_bytes: int | None = None,
     ) -> Times:
-        """Return what the turns took, of a call of ONNX Runtime on this machine."""
+        """Return the times of turns that ONNX Runtime took on this machine."""
         runtime = f"onnxruntime {collect.version()}"
         both = tuple(turns["dense"]), tuple(turns["own"])
         return cls(*both, threads, batch, runtime, collect.processor(), dense_bytes)
@@ -74,7 +74,7 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Distance between the quartiles of the turns' shares, in parts of their median."""
+        """Interquartile range of the turns' shares, relative to their median."""
         return collect.spread(self.small, self.dense)
 
     @property
@@ -97,7 +97,7 @@ class Times:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the times as plain data."""
         return asdict(self)
 
 
@@ -109,13 +109,13 @@ def times_of(
     threads: int,
     opset: int | None = None,
 ) -> Times:
-    """Time a file beside that of the dense network, which is written for it.
+    """Time a file beside that of the dense network, which is written temporarily.
 
     Args:
-        model: gated; what it would be with all gates open is the dense network.
+        model: gated; with all gates open it is the dense network.
         path: of the file.
         inputs: an example of what it reads, in order.
-        sizes: for each of these what its free dims are called.
+        sizes: for each of these the names of its free dims.
         threads: that a call may use.
         opset: of the file of the dense network; None for the exporter's own choice.
     """
@@ -138,7 +138,7 @@ def times_of(
 def _one(
     inputs: Sequence[Any], sizes: Sequence[Mapping[int, str]]
 ) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """Return what is fed, one example where their number is free, and how many they are."""
+    """Return the inputs, of one example where the batch is free, and the number of examples."""
     given, batch = [], 1
     for leaf, free in zip(inputs, sizes, strict=True):
         value = torch.as_tensor(leaf)

@@ -1,13 +1,13 @@
-"""The int8 file of a network that was trained with fake quantization, with the ranges of that.
+"""The int8 file of a network trained with fake quantization, with the ranges of that training.
 
-Where training put a value on a grid, the file has a QuantizeLinear and a DequantizeLinear, and
-nowhere else: ONNX Runtime makes operators on integers of what stands between them. So the file
-computes what the fake-quantized network does, to the rounding of its sums.
+The file has a QuantizeLinear and a DequantizeLinear exactly where training quantized a value: ONNX
+Runtime fuses the operators between them into operators on integers. So the file computes the same
+as the fake-quantized network, up to the rounding of its sums.
 
-Bits that are learned may be other than eight. Up to eight, values are in bytes, clipped before to
-the grid that they have, for that is what runtimes multiply. In a file of opset 21, which has these
-types, weights of up to four bits are in INT4, and what has more than eight is in 16 bits. In older
-ones that stays in float32, rounded to its grid.
+Learned bits may be other than eight. Values of up to eight bits are in bytes, which runtimes
+multiply, and are clipped to their grid before. From opset 21 on, which has these types, weights of
+up to four bits are in INT4, and values of more than eight bits are in 16 bits. In older files the
+latter stay in float32, rounded to their grid.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Writer:
     model: ModelProto
     ranges: Ranges
     made: list[NodeProto] = field(default_factory=list)
-    # values on a grid, by point and name
+    # names of values on a grid, by point and name
     on_grid: dict[tuple[int, str], str] = field(default_factory=dict)
     # names of step and zero, by point
     grids: dict[int, list[str]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class _Writer:
         self.has_more_types = opset >= _MORE_TYPES
 
     def written(self, there: Set[str]) -> ModelProto:
-        """Write the file anew, node by node."""
+        """Rewrite the graph of the model, node by node, and return the model."""
         graph = self.model.graph
         found = self._layers()
         self._check(found.values(), there)
@@ -100,7 +100,7 @@ class _Writer:
         return self.model
 
     def _check(self, found: Collection[QuantizedLayer], there: Set[str]) -> None:
-        """Raise L0pruneError where a layer is missing, or its ranges are."""
+        """Raise L0pruneError where a layer is missing in the file, or has no range."""
         missing = [
             each.path
             for each in self.ranges.scheme.layers
@@ -128,7 +128,7 @@ class _Writer:
             )
 
     def _layers(self) -> dict[str, QuantizedLayer]:
-        """Return the layers by the value that their node gives."""
+        """Return the quantized layers by the output name of their node."""
         by_weight = {layer.weight: layer for layer in self.ranges.scheme.layers}
         by_path = {layer.path: layer for layer in self.ranges.scheme.layers}
         found = {}
@@ -140,9 +140,9 @@ class _Writer:
         return found
 
     def _sums(self, found: Mapping[str, QuantizedLayer]) -> dict[str, int]:
-        """Return points of sums by their values, past the ReLU that follows.
+        """Return the points of sums by the sum's name, after a ReLU that follows.
 
-        Where one of two is gone, the other is the sum.
+        Where one of two operands was removed, the other is the sum.
         """
         points = {}
         for value, layer in found.items():
@@ -181,7 +181,7 @@ class _Writer:
         return self.grids[point]
 
     def _put(self, value: str, point: int) -> str:
-        """Put a value on the grid of a point; return the name of what it is then."""
+        """Quantize a value on the grid of a point; return the name of the result."""
         key = (point, value)
         if key not in self.on_grid:
             name, levels = f"{value}_on_{point}", self.ranges.levels(point)
@@ -197,7 +197,7 @@ class _Writer:
         return self.on_grid[key]
 
     def _clipped(self, value: str, point: int, name: str) -> str:
-        """Clip a value to the ends of a grid that has fewer numbers than its type."""
+        """Clip a value to the ends of a grid that has fewer levels than its type."""
         step, zero = self.ranges.grid(point)
         ends = (-zero * step, (self.ranges.levels(point) - zero) * step)
         named = [
@@ -208,7 +208,7 @@ class _Writer:
         return name
 
     def _rounded(self, value: str, point: int, name: str) -> None:
-        """Put a value on a grid in float32."""
+        """Round a value to the grid of a point, in float32."""
         step, _ = self.ranges.grid(point)
         by = self._constant(f"{name}_step", np.array(step, np.float32))
         clipped = self._clipped(value, point, f"{name}_clipped")
@@ -220,7 +220,7 @@ class _Writer:
             self.made.append(helper.make_node(kind, read, [made]))
 
     def _layer(self, node: NodeProto, layer: QuantizedLayer) -> str:
-        """Write a layer; return the name of what it gives."""
+        """Write a layer with quantized operands; return the name of its output."""
         read, weight, *rest = node.input
         read = self.instead.get(read, read)
         if layer.quantizes:
@@ -233,7 +233,7 @@ class _Writer:
         is_short = self.has_more_types and bits <= _NIBBLE and self.ranges.bits is not None
         apart: Array | None = None
         if bits > _BYTE or self.ranges.levels(layer.reads) != LEVELS or is_short:
-            # In such steps it would be too coarse, and ONNX Runtime rounds what a layer adds.
+            # In such steps a bias would be too coarse, and ONNX Runtime rounds a layer's bias.
             apart, bias, rest = bias, None, rest if bias is None else []
         if bits < _BYTE and not is_short:
             steps = steps / (_LARGEST_BYTE // (2 ** (bits - 1) - 1))  # for the bias; as exact
@@ -253,7 +253,7 @@ class _Writer:
         return name
 
     def _add(self, node: NodeProto, bias: Array, shape: Sequence[int]) -> None:
-        """Add a bias to what a layer gives, in float32."""
+        """Add a bias to the output of a layer, in float32."""
         name = str(node.output[0])
         given = self._constant(f"{name}_bias", bias.reshape(shape))
         node.output[0] = f"{name}_without_bias"
@@ -267,7 +267,7 @@ class _Writer:
         return _BYTE if bits is None else bits.weights[self._number(layer)]
 
     def _steps(self, value: Array, axis: int, layer: QuantizedLayer) -> Array:
-        """Return the step of each output of a weight."""
+        """Return the quantization step of each output channel of a weight."""
         rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
         bits, largest = self.ranges.bits, self.ranges.largest
         ends = largest if bits is None else bits.ends[self._number(layer)]
@@ -277,7 +277,7 @@ class _Writer:
     def _weight(
         self, name: str, value: Array, steps: Array, axis: int, bits: int, is_short: bool
     ) -> str:
-        """Write a weight on its grid; return the name of what is multiplied with."""
+        """Write a weight rounded to its grid; return the name of the value to multiply with."""
         along = [1] * value.ndim
         along[axis] = -1
         whole = np.round(value / steps.reshape(along))
@@ -303,7 +303,7 @@ class _Writer:
         return name
 
     def _write(self, value: str, point: int) -> str:
-        """Put what a layer gives on its grid; return what is no more, since the grid does it."""
+        """Quantize a layer's output; return the name of a clipped output that it replaces."""
         (low, high), users = self.ranges.scheme.bounds[point], self.users.get(value, [])
         is_clipped = (low, high) != (-np.inf, np.inf) and value not in self.outputs
         is_clipped &= [user.op_type in ("Relu", "Clip") for user in users] == [True]

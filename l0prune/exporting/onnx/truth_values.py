@@ -1,4 +1,4 @@
-"""Choices between truth values by operators of logic: ONNX Runtime has no ``Where`` of them."""
+"""Selection between booleans by logical operators: ONNX Runtime lacks ``Where`` for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = ("aten.where", "aten.masked_fill", "aten.masked_fill_")
 
 
 def chooses(node: Node) -> bool:
-    """Return whether the node chooses between truth values."""
+    """Return whether the node selects between booleans."""
     if operator_name(node.target) not in _NAMES:
         return False
     value = node.meta.get("val")
@@ -24,14 +24,14 @@ def chooses(node: Node) -> bool:
 
 
 def _where(condition: Tensor, x: Tensor, y: Tensor) -> Any:
-    """Take x where the condition holds, else y; of numbers it is torch's own operator."""
+    """Select x where the condition holds, else y; for booleans only."""
     if x.dtype != torch.bool or y.dtype != torch.bool:
         return NotImplemented
     return (condition & x) | (~condition & y)
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Tensor | bool) -> Any:
-    """Put the value where the mask holds."""
+    """Fill with the value where the mask holds; for booleans only."""
     if x.dtype != torch.bool:
         return NotImplemented
     if isinstance(value, Tensor):

@@ -26,7 +26,7 @@ class Unfinished(ExitStack):
     """Files that get their names when the context ends, or none where it raises.
 
     Attributes:
-        paths: by the name that each file will have, where it is until then.
+        paths: temporary path of each file, by the final one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Unfinished(ExitStack):
         return self
 
     def begin(self, file: Path) -> tuple[Path, Path]:
-        """Return where to write a file, and where its weights if they lie apart."""
+        """Return the temporary path of a file, and the path of its weights if separate."""
         data = self.enter_context(data_beside(file))
         self._data.append(file.with_name(data.name))
         self.paths[file] = self.enter_context(replacement(file))
@@ -46,7 +46,7 @@ class Unfinished(ExitStack):
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """Return the files, then those with their weights."""
+        """Return the paths of the files, then those of separate weights."""
         return (*self.paths, *(data for data in self._data if data.exists()))
 
     def add(
@@ -74,7 +74,7 @@ class Unfinished(ExitStack):
 
 @dataclass(frozen=True)
 class InFloat32:
-    """The proven file from which one of fewer bits is made, to lie beside it.
+    """The certified file in float32 from which a file of fewer bits is made.
 
     Attributes:
         path: of the file.
@@ -90,16 +90,16 @@ class InFloat32:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether its weights lie in a file of their own."""
+        """Return whether the weights are in a separate file."""
         import onnx
 
         graph = onnx.load(str(self.path), load_external_data=False).graph
         return any(tensor.external_data for tensor in graph.initializer)
 
     def describe(self, made: Path, **about: Any) -> None:
-        """Give a file that was made from this one its metadata, and what is about it alone.
+        """Write this file's metadata and the facts ``about`` into a file made from it.
 
-        What is about this one alone is called ``float32.certificate``.
+        Facts about this file alone get a prefix, as in ``float32.certificate``.
         """
         facts = {
             f"float32.{name}" if name in _OF_FLOAT32 else name: value
@@ -109,7 +109,7 @@ class InFloat32:
 
 
 def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None:
-    """Refuse a model in parts where a file is made from the only one in float32.
+    """Raise UsageError for a model in parts: ``what`` is made from a single file.
 
     Raises:
         UsageError: it is in parts.

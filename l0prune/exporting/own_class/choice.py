@@ -1,7 +1,7 @@
-"""Choice of the attributes and layers with which the user's own class computes the same when cut.
+"""Choice of attributes and layers with which the user's class computes the same after the cut.
 
-Candidates are tried, the surest first; the one with the fewest faults is kept, and of its guesses
-only those that it needs.
+Candidates are tried, the surest first; the one with the fewest faults is kept, without the guesses
+that it does not need.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class OwnClass:
         tensors: the cut tensors in float64, by name.
         candidates: attributes to change, the surest first: without and with guesses at sizes, and
             with sizes given to calls.
-        layers: by path, the modules that need more than cut tensors and attributes.
-        scales: by parameter, what it is multiplied with.
-        hint: why it may be wrong, for the user; empty where nothing is known.
-        gone: branches that are left out, which its code would compute.
-        unread: further attributes that follow the sizes, though its forward may not read them.
-        dropped: parameters of branches that are gone, which its code reads: zeros stand there.
+        layers: by path, changes of modules that need more than cut tensors and attributes.
+        scales: factors of parameters, by name.
+        hint: a known reason why the class may be wrong, for the user; empty if there is none.
+        gone: removed branches that the class's code would still compute.
+        unread: further attributes that follow the sizes, though no forward may read them.
+        dropped: parameters of removed branches that the class's code reads; replaced by zeros.
     """
 
     plain: nn.Module
@@ -79,7 +79,7 @@ class OwnClass:
     dropped: tuple[str, ...] = ()
 
     def build(self, changes: Changes) -> nn.Module:
-        """Return the class with the cut tensors and these attributes."""
+        """Return a model of the class with the cut tensors and changed attributes."""
         result = resized(self.plain, changes, self.own_tensors())
         for path, layer in self.layers.items():
             layer.put_on(result.get_submodule(path))
@@ -87,7 +87,7 @@ class OwnClass:
         return result
 
     def own_tensors(self, apart_from: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Return the cut tensors as the class has to have them, without parts that stay graphs."""
+        """Return the cut tensors with the class's scales, except below the paths ``apart_from``."""
         own = {name: tensor for name, tensor in self.tensors.items() if name not in self.dropped}
         for name, tensor in list(own.items()):
             path = name.rpartition(".")[0]
@@ -104,7 +104,7 @@ class OwnClass:
 
 
 def own_class(plain: nn.Module, chosen: KeptSlots, tensors: Mapping[str, Tensor]) -> OwnClass:
-    """Return the candidates for the resized model, of its cut tensors in float64, by name."""
+    """Return candidates for the resized model; ``tensors`` are cut, in float64, by name."""
     groups = groups_left(plain, chosen.plan, chosen.kept)
     named = under_all_names(plain, chosen.plan, tensors)
     by_tensors = changed_attributes(plain, named, groups)
@@ -120,7 +120,7 @@ def own_class(plain: nn.Module, chosen: KeptSlots, tensors: Mapping[str, Tensor]
     given = {path: sizes for path, sizes in given.items() if path not in layers}
     candidates += [joined(each, given) for each in (*candidates[:3], by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    scales = {  # of a layer that keeps its scale nothing has to be made up for
+    scales = {  # a layer whose attributes set its scale needs no factor
         name: scale
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
@@ -137,10 +137,10 @@ class Reference:
 
     Attributes:
         path: of the submodule; empty for the whole model.
-        module: the one before the cut, as it can be trained: a captured graph has no such mode.
-        answers: what has to come out in eval mode.
-        is_trained: whether training mode matters.
-        is_cached: whether a step with a cache does: not of a module that takes other inputs.
+        module: the one before the cut, not as a captured graph, which has no training mode.
+        answers: expected outputs in eval mode.
+        is_trained: whether training mode is compared.
+        is_cached: whether a step with a cache is compared; not if the module takes other inputs.
     """
 
     path: str
@@ -166,7 +166,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ChosenClass:
-    """The resized model, what was changed in it, and a comparison on each part that was cut."""
+    """Resized model with its changed attributes and, by path, the comparison of each cut part."""
 
     module: nn.Module
     changes: Changes
@@ -174,14 +174,14 @@ class ChosenClass:
 
     @property
     def faults(self) -> tuple[int, int, int]:
-        """Numbers of parts that are wrong, that raise, and that fail in training mode."""
+        """Numbers of parts: wrong, wrong for more than output values, wrong in training mode."""
         found = self.comparisons.values()
         wrong = [each for each in found if each.reason]
         failing = [each for each in wrong if each.reason != SOMETHING_ELSE]
         return len(wrong), len(failing), sum(bool(each.training) for each in found)
 
     def with_reasons_of(self, around: ChosenClass) -> ChosenClass:
-        """Add why the parts are wrong, too, that do without the branches that are gone."""
+        """Add the reasons why the class that skips the removed branches is wrong as well."""
         comparisons = dict(self.comparisons)
         for path, comparison in self.comparisons.items():
             other = around.comparisons[path].reason
@@ -191,7 +191,7 @@ class ChosenClass:
         return replace(self, comparisons=comparisons)
 
     def explained(self, references: Sequence[Reference], hint: str) -> ChosenClass:
-        """Add what is known of the reasons why parts are wrong."""
+        """Add details to the reasons of wrong parts: the first submodule that differs, the hint."""
         comparisons = {}
         for each in references:
             comparison, reason = self.comparisons[each.path], ""
@@ -209,10 +209,10 @@ class ChosenClass:
 def proven(
     own: OwnClass, answers: tuple[Answer, ...], what: str, cause: str
 ) -> tuple[nn.Module, tuple[Check, ...]]:
-    """Return the class that computes these answers, and the comparisons that it passed.
+    """Return the resized model that computes these answers, and the comparisons that it passed.
 
     Raises:
-        CertificateError: none does; says what of the model cannot be cut, and the usual cause.
+        CertificateError: no candidate does; ``what`` and ``cause`` are for its message.
     """
     reference = Reference("", own.plain, answers, is_trained=False, is_cached=False)
     choice = choose(own, [reference])
@@ -226,9 +226,9 @@ def proven(
 
 
 def choose(own: OwnClass, references: Sequence[Reference]) -> ChosenClass:
-    """Return the resized model with the fewest faults, and of its guesses only those that it needs.
+    """Return the resized model with the fewest faults, without the guesses that it does not need.
 
-    It has the attributes that no forward reads, too, unless these make it wrong.
+    The ``unread`` attributes are changed, too, unless that adds faults.
     """
     checking = f"{original_class(own.plain).__name__}: checking the smaller model"
     unread = _no_inputs(own.unread, own.plain, references)
@@ -257,7 +257,7 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> ChosenClass:
 
 
 def _no_inputs(unread: Changes, plain: nn.Module, references: Sequence[Reference]) -> Changes:
-    """Leave out numbers that are a size of an input, too (not its batch): they may be for that."""
+    """Leave out numbers that equal a size of an input (batch excepted), since they may mean it."""
     leaves = pytree.tree_leaves([each.answers[0].inputs for each in references])
     sizes = {size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape[1:]}
     left = {
@@ -270,9 +270,9 @@ def _no_inputs(unread: Changes, plain: nn.Module, references: Sequence[Reference
 def first_right(
     classes: Iterable[OwnClass], references: Sequence[Reference]
 ) -> tuple[OwnClass, ChosenClass]:
-    """Return the first class that is right, or else the last one, and the choice in it.
+    """Return the first class that is right, else the last one, with the model chosen for it.
 
-    The last one is the class as it is; it says, too, why those without what is gone are not right.
+    The last one is the class without skipped modules; its reasons include those of the first one.
     """
     around: ChosenClass | None = None
     for own in classes:
@@ -301,14 +301,14 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
 
 
 def _of_branches(gone: Sequence[Branch], path: str) -> str:
-    """Return why the class of a part is not what is left of it; empty if no branch is gone."""
+    """Return why a part's class is wrong if its code computes removed branches; empty else."""
     mine = [each.name for each in gone if all(is_within(name, path) for name in each.tensors)]
     more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
     return f"the branch {mine[0]}{more} is gone, and its code computes that" if mine else ""
 
 
 def _guesses(plain: nn.Module, changes: Changes, sure: Changes) -> list[list[tuple[str, str]]]:
-    """Return changes that are not sure, as (path, attribute), grouped by class and name."""
+    """Return the changes not among ``sure``, as (path, attribute), grouped by class and name."""
     groups: dict[tuple[type, str], list[tuple[str, str]]] = defaultdict(list)
     for path, attributes in changes.items():
         for name in attributes.keys() - sure.get(path, {}).keys():
@@ -327,7 +327,7 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
 def manifest(
     model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes, layers: Mapping[str, Layer]
 ) -> dict[str, Any]:
-    """Return old and new shapes, and the attributes and layers that follow, as JSON data."""
+    """Return old and new shapes, changed attributes and layer classes, as JSON data."""
     shapes = {
         name: {"old": list(old.shape), "new": list(tensors[name].shape)}
         for name, old in model.state_dict().items()
@@ -342,7 +342,7 @@ def manifest(
 
 
 def constants(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
-    """Return old and new shape of each tensor that has changed and is in no state_dict."""
+    """Return old and new shape of each changed tensor that is not in the state_dict."""
     found, state = {}, model.state_dict()
     for name, new in tensors.items():
         old = None if name in state else stored_in(model, name)

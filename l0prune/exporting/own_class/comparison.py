@@ -1,7 +1,7 @@
-"""Comparison of a resized module of the user's own class: its function, its training, its cache.
+"""Comparison of a resized module of the user's class: in eval mode, in training, with a cache.
 
-Training mode is compared with the same random numbers (``SteadyDraws``), a decoder also on a last
-token that it is given by itself with a cache: a layer that is gone fills nothing there.
+Training mode is compared with the same random numbers (``SteadyDraws``). A decoder is also compared
+on the last token alone with a cache: a skipped layer writes nothing into the cache.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from l0prune.files.cut_layers import SkippedModule
 from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of
 
-# A step with a cache adds up in another order than one without.
+# Sums have another order with a cache than without one.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_CACHES = ("cache", "past_key_values")  # one name or the other, by the version of transformers
+_CACHES = ("cache", "past_key_values")  # the name depends on the version of transformers
 _MASK = "attention_mask"
 _TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
 OTHER_STEPS = "with a cache it goes on as another model would"
@@ -44,7 +44,7 @@ OTHER_STEPS = "with a cache it goes on as another model would"
 
 @dataclass(frozen=True)
 class CachedStep:
-    """Output for the last token of an example, after those before it were given.
+    """Output for an example's last token with a cache of the tokens before it.
 
     Attributes:
         inputs: the example.
@@ -60,14 +60,14 @@ class CachedStep:
     def of(
         cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype = torch.float64
     ) -> CachedStep | None:
-        """Return the step of a module; None where it keeps no cache or gives no numbers."""
+        """Run a module with a cache; None if it keeps no cache or its output is not finite."""
         with suppress(Exception):
             output = _stepped(module, inputs, dtype)
             return cls(inputs, output, dtype) if bool(output.isfinite().all()) else None
         return None
 
     def fault_of(self, module: nn.Module) -> str:
-        """Return why a module is not the same there; empty if it is."""
+        """Return why a module's step with a cache differs; empty if it does not."""
         try:
             found = _stepped(module, self.inputs, self.dtype)
         except Exception as error:
@@ -76,13 +76,13 @@ class CachedStep:
 
 
 def _stepped(module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> Tensor:
-    """Return the output for the last token.
+    """Return the output for the last token, computed with a cache of the tokens before it.
 
-    The first token of the first example is masked, as padding is, where the tokens are all that
-    there is to mask: then the model has to know how many there were.
+    For decoder-only models the first token of the first example is masked like padding: then the
+    model needs the number of cached tokens.
 
     Raises:
-        Exception: it keeps no cache, or takes no such inputs.
+        Exception: the module keeps no cache, or does not take such inputs.
     """
     signature = inspect.signature(module.forward)
     cache = next((name for name in _CACHES if name in signature.parameters), "")
@@ -110,10 +110,10 @@ _ATEN = torch.ops.aten
 
 
 class SteadyDraws(TorchDispatchMode):
-    """Context in which dropout of every kind keeps all, and other draws are noted.
+    """Context in which every kind of dropout keeps all values and other random draws are recorded.
 
-    Two models compute the same there if they do with whatever dropout leaves, and if their other
-    draws are of the same sizes: then torch draws the same numbers for both, from the same seed.
+    Two models that compute the same with any dropout mask do so here if their other draws have
+    equal shapes: then torch draws the same numbers for both, from the same seed.
     """
 
     def __init__(self, module: nn.Module, seed: int) -> None:
@@ -134,7 +134,7 @@ class SteadyDraws(TorchDispatchMode):
         self._is_known = _state_of_others() == self._others
 
     def is_like(self, other: SteadyDraws) -> bool:
-        """Return whether both drew the same numbers; to be asked when both are done."""
+        """Return whether both contexts, once left, drew the same random numbers."""
         return self._is_known and other._is_known and self._drawn == other._drawn
 
     def __torch_dispatch__(
@@ -163,11 +163,11 @@ SOMETHING_ELSE = "its forward computes something else at these sizes"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Verdict on a resized module that is to stand in for another.
+    """Verdict on a resized module as a replacement of the original.
 
     Attributes:
-        reason: why not, for the user; empty where it can.
-        training: why it is not right in training mode, where the model was; empty else.
+        reason: why it is wrong in eval mode, for the user; empty if it is right.
+        training: why it is wrong in training mode; empty if it is right, or not compared.
         untried: why training mode could not be tried; empty else.
         checks: the comparisons that it passed.
     """
@@ -179,15 +179,15 @@ class Comparison:
 
 
 def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
-    """Compare what the resized module computes with what it should.
+    """Compare the resized module's outputs with the expected ones.
 
-    It does not where its forward has sizes written into it, or where it derives one size from
-    another (as ``nn.MultiheadAttention`` does).
+    They differ if its forward has hard-coded sizes, or derives one size from another (as
+    ``nn.MultiheadAttention`` does).
     """
     checks = []
     try:
         for check in compare(answers, module, "class"):
-            if not check.passed:  # the others would tell no more
+            if not check.passed:
                 return Comparison(SOMETHING_ELSE)
             checks.append(check)
     except CertificateError as error:  # its forward raised: that is the reason
@@ -199,10 +199,10 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
 
 
 def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
-    """Find where a resized module begins to compute something else, in eval mode.
+    """Return the path of the first submodule whose output differs after the cut, in eval mode.
 
-    It is the path of the first submodule to return tensors of the old shapes, and thus uncut ones,
-    that are not the same. Empty where there is none, or where that cannot be found out.
+    Only outputs with unchanged shapes, which are thus not cut, are compared. Empty if none differs,
+    or if the models cannot be run.
     """
     given = cast(inputs, torch.float64, device_of(module))
     paths = [path for path, _ in new.named_modules() if path]
@@ -225,9 +225,9 @@ class InTraining:
     Attributes:
         inputs: the input.
         output: the tensors that it returns.
-        left: by path, the tensors that its modules hold of it, beside parameters: buffers that it
-            changed, and what code keeps of a forward, such as a loss of its own.
-        draws: the random numbers that it drew.
+        left: by path, tensors other than parameters that the forward changed or stored in modules:
+            buffers, and attributes such as an auxiliary loss.
+        draws: record of the random numbers drawn.
         dtype: in which it ran.
     """
 
@@ -239,7 +239,7 @@ class InTraining:
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> InTraining:
-        """Run a copy of the module."""
+        """Run a copy of the module in training mode and record its results."""
         again = lent(module, dtype).train()
         for bank in again.modules():
             if isinstance(bank, Gates):
@@ -259,11 +259,11 @@ class InTraining:
 
 @dataclass(frozen=True)
 class Expected:
-    """Results that a resized module has to have in training mode.
+    """Expected results of a resized module in training mode.
 
     Attributes:
-        of: what the one before the cut does; None where that cannot be tried.
-        untried: why not; empty else.
+        of: results of the module before the cut; None if it could not be run.
+        untried: why it could not; empty else.
         is_gated: whether it carries gates, without which a smaller one computes something else.
     """
 
@@ -273,14 +273,14 @@ class Expected:
 
     @classmethod
     def by(cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype = torch.float64) -> Expected:
-        """Run a module that may want more than it is given here, such as targets."""
+        """Run the module before the cut, which may fail for lack of inputs, such as targets."""
         try:
             return cls(InTraining.of(module, inputs, dtype), is_gated=has_gates(module))
         except Exception as error:
             return cls(None, in_a_line(error))
 
     def fault_of(self, module: nn.Module) -> str:
-        """Return why the resized module is not to be trained on; empty if it is, or none can be."""
+        """Return why the resized module is wrong in training; empty if right, or not comparable."""
         if self.of is None:
             return ""
         try:
@@ -302,7 +302,7 @@ class Expected:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the modules hold beside parameters, by path, but for those that are skipped."""
+    """Yield the modules' tensors other than parameters, by path, without skipped modules."""
     gone: list[str] = []
     for path, each in module.named_modules():
         if isinstance(each, SkippedModule):
@@ -312,7 +312,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in {**vars(each), **each._buffers}.items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for number, tensor in enumerate(tensors_in(value)):
-                    if not isinstance(tensor, nn.Parameter):  # which a list may hold, as an LSTM's
+                    if not isinstance(tensor, nn.Parameter):  # an LSTM has a list of these
                         yield within(path, name) + (f"[{number}]" if number else ""), tensor
 
 
@@ -322,12 +322,12 @@ def has_gates(module: nn.Module) -> bool:
 
 
 def note_on(comparisons: Mapping[str, Comparison], unused: Mapping[str, int]) -> str:
-    """Return what the user has to know about the exported module; empty if nothing.
+    """Return the note for the user on the exported module; empty if there is nothing to say.
 
     Args:
-        comparisons: by path of each captured part, whether it could be of its own class.
-        unused: parameters that eval mode does not use, and that were therefore not cut: how many
-            numbers each holds.
+        comparisons: verdict on the user's class for each captured part, by path.
+        unused: sizes of the parameters that eval mode does not use and that were thus not cut, by
+            name.
     """
     lines = [
         f"{path or 'The module'} is the captured graph, not of its own class: {comparison.reason}."

@@ -1,9 +1,9 @@
-"""Layers of a model that need another forward, or other numbers, once some inputs are gone.
+"""Layers that need another forward, or other numbers, after some of their inputs are removed.
 
 A module that averages over an axis would divide by fewer values. Which of its numbers have to
-change is not known of a user's own class; but there are few ways to write a norm, and each is tried
-on its own, on random values that are zero where slots are gone: it has to compute what the whole
-module does. Queries make up for a scale that code takes from the size of what is left of a head.
+change is unknown for a user's class; but there are few ways to write a norm, and each is tried on
+the module alone, on random values that are zero in removed slots: it has to compute what the uncut
+module does. Query weights are rescaled if code derives the attention scale from the cut head size.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True)
 class Layer:
-    """Change that makes one module right for what is left of its inputs.
+    """Change that makes one module right for its remaining inputs.
 
     Attributes:
-        attributes: that change.
-        kind: of ``cut_layers``, the class that it becomes; empty where it keeps its own.
+        attributes: new values of its attributes.
+        kind: name of the class of ``cut_layers`` that it becomes; empty if it keeps its class.
         buffers: tensors that it gains.
         scale, offset: its parameters p become ``scale · (p + offset) − offset``.
     """
@@ -50,7 +50,7 @@ class Layer:
     offset: float = 0.0
 
     def put_on(self, module: nn.Module) -> None:
-        """Change the module in place, but for its parameters."""
+        """Change the module's class, attributes and buffers in place, not its parameters."""
         if self.kind:
             become(module, self.kind)
         for name, value in self.attributes.items():
@@ -60,12 +60,12 @@ class Layer:
             module.register_buffer(name, tensor.to(device))
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Return a parameter as the module has to have it."""
+        """Return ``scale · (p + offset) − offset`` of a parameter p."""
         return tensor if self.scale == 1 else self.scale * (tensor + self.offset) - self.offset
 
 
 def layers_for(plain: nn.Module, chosen: KeptSlots) -> dict[str, Layer]:
-    """Return, by path, changes of modules that are not right with cut tensors alone."""
+    """Return changes of the modules that are wrong with cut tensors alone, by path."""
     found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
     given = given_sizes(plain, chosen.plan, chosen.kept)
     for path, dims in chosen.plan.code.averages.items():
@@ -78,11 +78,11 @@ def layers_for(plain: nn.Module, chosen: KeptSlots) -> dict[str, Layer]:
 
 
 def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
-    """Return the layers, and what torch's own encoders need around them.
+    """Adapt the changes to torch's transformer encoders around the changed layers.
 
-    A TransformerEncoderLayer has a fast way that reads the weights off its layers, whatever these
-    are. A TransformerEncoder may hand padded tokens on as nested tensors, which other layers do not
-    take, and gives zeros for padding then: in such a one no layer can become another.
+    A TransformerEncoderLayer has a fast path that reads the weights of its layers, whatever their
+    class: it is turned off. A TransformerEncoder may pass padded tokens as nested tensors, which
+    other layers do not accept, and returns zeros for padding: inside it no layer is changed.
     """
     for path, module in plain.named_modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", True):
@@ -96,7 +96,7 @@ def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
 
 
 def _picked(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer]]:
-    """Yield Linear layers of which single inputs are gone: those that are left are picked."""
+    """Yield Linear layers that read only some of their remaining inputs, as ``PickedLinear``."""
     for name, dims in chosen.plan.tensors.items():
         path, _, leaf = name.rpartition(".")
         picked = _kept_inputs(dims[1], chosen) if leaf == "weight" and len(dims) == 2 else None
@@ -107,7 +107,7 @@ def _picked(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer]]:
 
 
 def _attention(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer]]:
-    """Yield torch's own attention: its forward knows the size of a head from that of the whole."""
+    """Yield cut MultiheadAttention layers, whose forward derives head_dim from embed_dim."""
     plan, kept = chosen.plan, chosen.kept
     for path, module in plain.named_modules():
         values = plan.tensors.get(within(path, "out_proj.weight"))
@@ -138,7 +138,7 @@ def _attention(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer
 
 
 def _kept_inputs(columns: Layout, chosen: KeptSlots) -> Tensor | None:
-    """Return which of the inputs that are left are read; None where all are."""
+    """Return indices of the remaining inputs that are read; None if all are."""
     if not isinstance(columns, Gated):
         return None
     plan, kept = chosen.plan, chosen.kept
@@ -149,7 +149,7 @@ def _kept_inputs(columns: Layout, chosen: KeptSlots) -> Tensor | None:
 def _averaging(
     module: nn.Module, path: str, dims: Layouts, chosen: KeptSlots, calls: Mapping[str, Any]
 ) -> Layer | None:
-    """Return what makes a module right that averages over these dims of its input, if known."""
+    """Return the change that makes a module right that averages over ``dims``, None if unknown."""
     plan, kept = chosen.plan, chosen.kept
     generator = torch.Generator().manual_seed(0)
     module = copied(module).cpu()
@@ -165,11 +165,11 @@ def _averaging(
         mask = plan.mask(dim, kept).view([-1 if d == number else 1 for d in range(len(dims))])
         x = x * mask
     exact = InOneDtype(torch.float64)
-    with torch.no_grad(), exact, suppress(Exception):  # it takes or gives something else
+    with torch.no_grad(), exact, suppress(Exception):  # another input or output than one tensor
         expected = cut(plan, dims, whole(x), kept)
         given = cut(plan, dims, x, kept)
         for layer in _ways(module, dims, chosen, tensors, calls):
-            with suppress(Exception):  # a way that is not this module's
+            with suppress(Exception):  # a change that does not fit this module
                 if difference([expected], [_tried(module, layer, tensors)(given)]) < _ROUNDING:
                     return layer
     return None
@@ -190,7 +190,7 @@ def _ways(
     tensors: Mapping[str, Tensor],
     calls: Mapping[str, Any],
 ) -> Iterator[Layer]:
-    """Yield ways in which norms are written, the least change first; ``calls``: given sizes."""
+    """Yield changes for common forms of norms, the smallest first; ``calls``: its ``GIVEN``."""
     plan = chosen.plan
     left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
     gone = [number for number, dim in enumerate(dims) if left[number] != dim.size]
@@ -229,7 +229,7 @@ def _ways(
 def _whole_sizes(
     module: nn.Module, dims: Layouts, gone: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> Iterator[list[Any]]:
-    """Yield a PaddedNorm's old sizes; the last dim has its place from the end, for any rank."""
+    """Yield a PaddedNorm's old sizes; the last dim is counted from the end, for any rank."""
     for number in gone:
         place = -1 if number == len(dims) - 1 else number
         yield ["", place, dims[number].size]
@@ -240,9 +240,9 @@ def _whole_sizes(
 
 
 def query_scales(chosen: KeptSlots) -> dict[str, Tensor]:
-    """Return, by parameter, what it is multiplied with once it is cut, float64, of as many dims.
+    """Return factors of cut query parameters, by name; float64, broadcastable to the parameter.
 
-    ``q·k / √k`` of k dims that are left is ``√(k/n) · q·k / √n`` in place of what n dims gave.
+    Code scales q·k of k remaining dims by ``1/√k`` instead of ``1/√n``; ``√(k/n)`` corrects that.
     """
     plan, kept = chosen.plan, chosen.kept
     scales: dict[str, Tensor] = {}

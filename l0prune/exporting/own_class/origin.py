@@ -1,4 +1,4 @@
-"""Code or configuration that builds the class of a smaller model: found, tried, compared."""
+"""Search for code or a configuration that builds a smaller model's class; each is tried."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from l0prune.files.smaller_model import put_on
 from l0prune.files.user_code import is_rebuildable
 from l0prune.running.device import device_of
 
-Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
+Trials = Sequence[tuple[str, Inputs]]  # a submodule's path and its inputs
 Values = dict[Field, int]
 
 _TRIES = 16  # ways to share a dim among two numbers
@@ -54,10 +54,10 @@ def fault_of(
     trials: Trials,
     renamed: Callable[[str], str] = lambda name: name,
 ) -> str:
-    """Return what of a loaded model is not the same as in ``module``; empty if nothing is.
+    """Return the first difference of a loaded model from ``module``, as a clause; empty if none.
 
-    Both are given ``trials`` in float32, by paths in ``module``; ``renamed`` says what a name there
-    is in ``loaded``, empty for what is gone.
+    Both run on ``trials`` in float32, by paths in ``module``; ``renamed`` maps a name of ``module``
+    to the one in ``loaded``, empty for removed modules.
     """
     loaded.to(device_of(module))
     numbers = _numbers_in(loaded)
@@ -81,7 +81,7 @@ def fault_of(
 
 
 def _numbers_in(model: nn.Module) -> dict[str, float]:
-    """Return the settings that are no sizes (ε of a norm, a scale): outputs hardly show them."""
+    """Return float attributes by name (ε of a norm, a scale), which outputs hardly depend on."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
@@ -93,10 +93,10 @@ def _numbers_in(model: nn.Module) -> dict[str, float]:
 def described(
     module: nn.Module, facts: Mapping[str, Any], trials: Trials, spec: str = ""
 ) -> Manifest:
-    """Return the manifest of a module, with what builds it where it is of its own class.
+    """Return the manifest of a module, with its origin if it is of the user's class.
 
-    Each way is tried: it counts if the model that it builds, at the new sizes, is the module. By
-    ``spec`` of ``load_model`` the user says that it was built.
+    Each possible origin is tried: it counts if the model that it builds, at the new sizes, equals
+    the module. ``spec`` is the user's statement of the origin, as for ``load_model``.
     """
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     versions = {"l0prune": __version__, "torch": torch.__version__}
@@ -114,7 +114,7 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trials) -> Manifest:
-    """Add to the manifest what builds the model, if anything but the user's own code does."""
+    """Add the model's origin to the manifest, if a known one builds a model like the module."""
     for origin in _origins(manifest, module, spec):
         try:
             fresh = built(origin, "the model", trust=True)
@@ -132,13 +132,13 @@ def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trial
 
 
 def tensors_of(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a file of the module has to hold."""
+    """Return the tensors for a file of the module: state_dict and constants, by name."""
     state = {n: t for n, t in module.state_dict().items() if isinstance(t, Tensor)}
     return {**state, **apart_from_state(manifest, module)}
 
 
 def apart_from_state(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors for a file that are in no state_dict."""
+    """Return the tensors for a file that are not in the state_dict, by name."""
     held = tensors_held(module) if manifest.constants else {}
     return {name: held[name].detach() for name in manifest.constants if name in held}
 
@@ -161,7 +161,7 @@ def _origins(manifest: Manifest, module: nn.Module, spec: str) -> Iterator[Origi
 
 
 def _of_torchvision(manifest: Manifest, module: nn.Module) -> Iterator[str]:
-    """Yield networks that torchvision builds in the file of this class, of these old sizes."""
+    """Yield names of torchvision models from this class's file with the manifest's old shapes."""
     from torchvision import models
 
     for name in models.list_models():
@@ -176,7 +176,7 @@ def _of_torchvision(manifest: Manifest, module: nn.Module) -> Iterator[str]:
 
 
 def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> Manifest:
-    """Add to the manifest the tensors that the code does not make as the module has them."""
+    """Add to the manifest the tensors outside of state_dict whose values differ from ``fresh``."""
     first, constants = tensors_held(fresh), dict(manifest.constants)
     for name, tensor in tensors_held(module).items():
         known = name in manifest.shapes or name in constants or name in manifest.dropped
@@ -190,10 +190,10 @@ def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> 
 
 
 def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str, Any]], str]:
-    """Return configurations by which the class has the new shapes, the likeliest first; or why not.
+    """Return configurations that give the class its new shapes, likeliest first, or why none does.
 
-    Which numbers of a configuration a dim follows is tried: the model is built without values, with
-    one number doubled, and the dims are looked at that become twice as large.
+    A dim follows a number of the configuration if it doubles in a model that is built, without
+    values, with that number doubled.
     """
     if manifest.layers:
         path, kind = next(iter(manifest.layers.items()))
@@ -240,7 +240,7 @@ def _candidates(config: _Config, module: nn.Module) -> Iterator[dict[str, Any]]:
 def _by_layer(
     config: _Config, hints: Mapping[str, int], small: Mapping[Field, float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield one configuration for each layer, where the class of the model takes such."""
+    """Yield a configuration with per-layer numbers (``per_layer_config``), if all layers fit."""
     layers: dict[str, list[Dim]] = {}
     for dim in config.old:
         match = re.match(r"(?:.*?\.)??(\d+)\.", dim[0])
@@ -264,9 +264,9 @@ def _by_layer(
 def _solutions(
     config: _Config, dims: Collection[Dim], hints: Mapping[str, int], known: Values
 ) -> Iterator[Values]:
-    """Yield values of the numbers such that these dims have their new sizes.
+    """Yield values of the configuration's numbers that give these dims their new sizes.
 
-    Where two numbers share a dim, one is what the modules say, or stays, and the other follows.
+    Of two numbers whose product is a dim, one takes its hint or its old value; the other follows.
     """
     waiting: list[Values] = [dict(known)]
     for _ in range(_TRIES):
@@ -309,7 +309,7 @@ def _followed(config: _Config, dims: Collection[Dim], values: Values) -> Values 
 
 
 def _hints(config: _Config, module: nn.Module) -> dict[str, int]:
-    """Return, by the name of a number, what modules that bear it have, where they agree."""
+    """Return, by number name, the value of the modules' attributes of that name, if all agree."""
     found: dict[str, set[int]] = {}
     for each in module.modules():
         for name, value in vars(each).items():
@@ -320,7 +320,7 @@ def _hints(config: _Config, module: nn.Module) -> dict[str, int]:
 
 
 def _small_numbers(config: _Config, module: nn.Module) -> dict[Field, float]:
-    """Return ε of the norms: a cut one has its own, and a configuration one for all."""
+    """Return the norms' new ε if all share one, by its configuration field; else empty."""
     values = {
         value
         for each in module.modules()
@@ -332,7 +332,7 @@ def _small_numbers(config: _Config, module: nn.Module) -> dict[Field, float]:
 
 
 def _why_not(manifest: Manifest) -> str:
-    """Return where like tensors of the layers differ; else a size that no number says."""
+    """Return why no configuration fits: layers that differ, or else the first changed shape."""
     alike: dict[str, dict[str, list[int]]] = {}
     for name, sizes in manifest.shapes.items():
         alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = sizes.new

@@ -1,4 +1,4 @@
-"""Captured graphs in place of parts of a model, and programs of a model of its own class."""
+"""Replacement of a model's parts by captured graphs, and programs of a model of its own class."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from l0prune.exporting.certify.inputs import with_free_batch
 from l0prune.exporting.slicing.program import Exported, reexport
 from l0prune.infer.decomposition import take_apart
 
-_KEPT = "l0prune_modules"  # in a graph's meta: by path in it, what its modules keep
+_KEPT = "l0prune_modules"  # key in a graph's meta: ``_Kept`` by path in the graph
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Facts that the code around a graph may ask of one of its modules.
+    """Facts about a replaced module that the code around its graph may read.
 
     Attributes:
-        kind: the module's own class.
-        children: names of the modules in it, in their order.
+        kind: the module's class.
+        children: names of its direct submodules, in their order.
         attributes: its plain data.
     """
 
@@ -47,10 +47,10 @@ class _Kept:
 
 
 def replace_part(model: nn.Module, path: str, graph: GraphModule) -> None:
-    """Put the graph wherever the model holds the submodule at ``path``, in place.
+    """Replace the submodule at ``path`` by the graph wherever the model holds it, in place.
 
-    The code around it finds the plain attributes of the submodule (``self.backbone.out_channels``)
-    on the graph, too, and the modules inside it (``self.layers[0].attn.batch_first``).
+    Code around it still finds the submodule's plain attributes (``self.backbone.out_channels``) on
+    the graph, and the modules inside it (``self.layers[0].attn.batch_first``).
     """
     part = model.get_submodule(path)
     graph.meta[_KEPT] = {
@@ -58,29 +58,29 @@ def replace_part(model: nn.Module, path: str, graph: GraphModule) -> None:
         for inner, module in part.named_modules(remove_duplicate=False)
     }
     _put_on(graph)
-    on_copy(graph, _put_on)  # a copy is built anew, of what its graph reads
+    on_copy(graph, _put_on)  # fx builds a copy from what the graph reads alone
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is part:
             model.set_submodule(name, graph)
 
 
 def _put_on(graph: GraphModule) -> None:
-    """Let the modules in the graph be what its meta says, beside the tensors that they hold."""
+    """Give the graph's modules the classes, children and attributes of its meta, in place."""
     for path, kept in graph.meta[_KEPT].items():
         module = graph.get_submodule(path)
         for name in kept.children:
-            child = module._modules.pop(name, None)  # and back again, in their order
+            child = module._modules.pop(name, None)  # added again to restore the order
             module.add_module(name, nn.Module() if child is None else child)
         for name, value in kept.attributes.items():
             if not hasattr(module, name):
                 setattr(module, name, value)
         if module is not graph:
-            with suppress(TypeError):  # a class that allows no other
+            with suppress(TypeError):  # __class__ cannot be set to every class
                 module.__class__ = kept.kind
 
 
 def _data_of(module: nn.Module) -> dict[str, Any]:
-    """Return the user's own public data on the module and its class: neither code nor modules."""
+    """Return the user's public attributes of the module and its class, without code and modules."""
     own = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
     every: dict[str, Any] = {}
     for kind in reversed(own):
@@ -98,10 +98,10 @@ def _is_data(value: Any) -> bool:
 def class_programs(
     module: nn.Module, dtypes: Dtypes, example: Inputs, free: FreeSizes = ALL_FIXED
 ) -> tuple[Exported, ExportedProgram]:
-    """Export the module, with a free batch size where that is right; and once more for ONNX.
+    """Export the module, with a free batch size if possible, and once more in float32 for ONNX.
 
-    The latter is in float32 throughout: its graph can be, where the code names other dtypes. Its
-    weights are those of the module before this, which is in the model's dtypes afterwards.
+    The latter is in float32 throughout: its graph is converted, where the code names other dtypes.
+    Its weights are the module's before rounding; afterwards the module is in the model's dtypes.
 
     Raises:
         CaptureError: torch.export cannot follow it.
@@ -123,7 +123,7 @@ def class_programs(
 
 
 def _in(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of their own, those of floats in ``dtype``."""
+    """Return copies of the tensors, those of floats in ``dtype``."""
     return {n: t.detach().to(in_terms(t.dtype, dtype), copy=True) for n, t in tensors.items()}
 
 
@@ -138,7 +138,7 @@ def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported
 
 
 def _drop_unread(program: ExportedProgram) -> None:
-    """Leave out the parameters that no operator reads, as of a head for training only."""
+    """Remove parameters that no operator reads, such as those of a head for training only."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     specs = program.graph_signature.input_specs
     for spec in list(specs):

@@ -1,9 +1,9 @@
 """Tensors and attributes of the user's own class at the new sizes.
 
-Attributes of torch's own layers follow their tensors. Those of a user's modules (``num_heads``,
-``hidden_size``) are known where their code gives the number to an operator, and else guessed from
-name and value. A guess costs nothing: the resized class counts only if it is shown to compute the
-same. Numbers that no forward reads follow the tensors nearest to them, or stay.
+Attributes of torch's layers follow their tensors. Those of the user's modules (``num_heads``,
+``hidden_size``) are known where their code passes the number to an operator, and else guessed from
+name and value. A wrong guess does no harm: the resized class counts only if it is shown to compute
+the same. Numbers that no forward reads follow the tensors nearest below their module, or stay.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from l0prune.plan.code import PARTS, ReusedSize, SizedCall
 from l0prune.plan.layout import Layout, axes_of, outer
 from l0prune.plan.plan import Plan
 
-# Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
-# which the first that the module has counts.
+# Attributes of torch's modules that repeat a tensor's size: attribute → (tensor, dim); the first
+# tensor that the module has counts.
 _FROM_TENSORS: dict[str, tuple[tuple[str, int], ...]] = {
     "num_features": (("running_mean", 0), ("weight", 0)),
     "num_embeddings": (("weight", 0),),
@@ -40,7 +40,7 @@ _FROM_TENSORS: dict[str, tuple[tuple[str, int], ...]] = {
     "proj_size": (("weight_hr_l0", 0),),
 }
 
-# Kinds of sizes, each with what the name of an attribute for it contains.
+# Kinds of sizes, each with substrings of attribute names for it.
 _NAMES = {
     "head": ("head",),
     "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim", "val_dim", "dim_head"),
@@ -63,10 +63,7 @@ def joined(*changes: Changes) -> Changes:
 
 
 def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of the ungated module with these attributes and tensors.
-
-    Tied tensors stay tied.
-    """
+    """Return a copy of the ungated model with changed attributes and tensors; ties are kept."""
     replaced: dict[int, Any] = {}
     for name, tensor in tensors.items():
         old = stored_in(model, name)
@@ -94,8 +91,8 @@ def changed_attributes(
 ) -> Changes:
     """Return the attributes of torch's own layers that follow the tensors.
 
-    ``tensors`` are the cut ones under every name of the model's state_dict, ``groups`` how many
-    groups each grouped convolution has left, by path.
+    ``tensors`` are the cut ones under every name of the model's state_dict, ``groups`` the number
+    of groups that each grouped convolution keeps, by path.
     """
     found = {}
     for path, module in model.named_modules():
@@ -144,13 +141,13 @@ def groups_left(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, int]:
 
 
 def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool) -> Changes:
-    """Return the integer attributes that the modules' code seems to give as sizes.
+    """Return the integer attributes that the modules' code seems to pass as sizes, with new values.
 
-    Of several with one value those count that are called like a size, if any is: ``head_dim`` is,
-    and a ``reduction_ratio`` is not.
+    Of several attributes with one value, those named like a size count, if any is: ``head_dim``,
+    but not ``reduction_ratio``.
 
-    Of several that are called like a size take, ``by_kind``, only those that are called like one of
-    this kind, if any is: of a ``head_dim`` and a ``dim_key`` the latter may be for a scale.
+    With ``by_kind``, of those named like a size only the ones named like the size's kind count, if
+    any is: of a ``head_dim`` and a ``dim_key`` the latter may be for a scale.
     """
     found = {}
     for path, dims in plan.code.sizes.items():
@@ -172,7 +169,7 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool) 
 
 
 def _likely(numbers: Mapping[str, int], sizes: Sizes, by_kind: bool) -> Iterator[str]:
-    """Yield, of the attributes with one value, those called like a size; all, if none is."""
+    """Yield, for each value, the attributes named like a size; all with this value if none is."""
     for value in dict.fromkeys(numbers.values()):
         names = [name for name, other in numbers.items() if other == value]
         kinds = {kind for kind, old, _ in sizes if kind and old == value} if by_kind else set()
@@ -182,9 +179,9 @@ def _likely(numbers: Mapping[str, int], sizes: Sizes, by_kind: bool) -> Iterator
 
 
 def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
-    """Return what the one size of this value becomes; by its name where there are several.
+    """Return the new value of an attribute; its name decides if several sizes have its old value.
 
-    Of a value that no size has, sizes may be equal parts: ``x.split(self.width // 2)``.
+    If no size has the value, sizes may be equal parts of it: ``x.split(self.width // 2)``.
     """
     for parts in PARTS:
         news = {new * parts for _, old, new in sizes if old * parts == value}
@@ -198,14 +195,14 @@ def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
 def guessed_sizes(model: nn.Module, plan: Plan, kept: Tensor, *, largest: bool) -> Changes:
     """Return the integer attributes that seem to repeat a size, by their names and values.
 
-    Where a number may stand for a size that stays as well as for one that changes (a width that
-    is also heads × head_dim), a ``largest`` guess is the one that changes.
+    If a number may mean a size that is unchanged or one that changes (a width that is also
+    heads × head_dim), ``largest`` picks the one that changes.
     """
     below = _sizes_below(plan, kept)
     found = {}
     for path, module in model.named_modules():
         if _is_torchs(module):
-            continue  # torch's own are known, not guessed
+            continue  # their attributes follow the tensors (``changed_attributes``)
         changes = {
             name: new
             for name, value in vars(module).items()
@@ -217,7 +214,7 @@ def guessed_sizes(model: nn.Module, plan: Plan, kept: Tensor, *, largest: bool) 
 
 
 def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:
-    """Return, for each module path, the sizes of axes and dims of all tensors in it and below."""
+    """Return, by module path, the sizes of axes and dims of all tensors in the module and below."""
     below: dict[str, Sizes] = defaultdict(set)
     for tensor, dims in plan.tensors.items():
         sizes: Sizes = set()
@@ -235,7 +232,7 @@ def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:
 
 
 def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
-    """Return the size that the attribute has after the cut; its value where that is not clear."""
+    """Return an attribute's value after the cut by its name; the old value if not unique."""
     for kind in sorted(_NAMES, key=len, reverse=True):  # head_dim before head
         if any(part in name.lower() for part in _NAMES[kind]):
             news = {new for k, old, new in sizes if old == value and k == kind}
@@ -245,16 +242,15 @@ def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
 
 
 def unread_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> tuple[Changes, list[str]]:
-    """Return sizes that modules keep for others: ``num_features``, off which a new head is made.
+    """Return size attributes that no forward needs to read, such as ``num_features``.
 
-    Nothing in a forward shows what such a number stands for. It is taken for the size of the dims
-    that have it of the tensors nearest below the module, if all of these keep equally many
-    positions. An attribute of which other modules of its class have a value that is no size at all
-    is none either.
+    Since no forward shows their meaning, each is matched with the dims of its value in the tensors
+    nearest below the module, if all of these keep equally many positions. An attribute is no size
+    if in another module of its class its value matches no dim.
 
     Returns:
-        The attributes with their new sizes; and the names of those that stand for dims of which
-        some are cut, and not all alike.
+        The attributes with their new sizes; and the names of those whose matching dims are not all
+        cut to the same size.
     """
     places: dict[tuple[type, str], list[tuple[str, int]]] = defaultdict(list)
     for path, module in model.named_modules():
@@ -281,7 +277,7 @@ def unread_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> tuple[Changes, l
 
 
 def _nearest(sizes: Mapping[str, set[tuple[int, int]]], path: str, size: int) -> set[int]:
-    """Return new sizes of dims of this size, of the tensors fewest modules below the path."""
+    """Return the new sizes of dims with this old size, in the tensors nearest below the path."""
     below: dict[int, set[int]] = defaultdict(set)
     for tensor, found in sizes.items():
         if is_within(tensor, path):
@@ -290,9 +286,9 @@ def _nearest(sizes: Mapping[str, set[tuple[int, int]]], path: str, size: int) ->
 
 
 def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> Changes:
-    """Return the sizes that calls of modules' code have to be given, as an attribute.
+    """Return the ``GIVEN`` attributes: sizes to pass to functions that modules' code calls.
 
-    Modules of torch's own are known otherwise, and a graph has its numbers written anew.
+    torch's modules need none: their attributes follow their tensors, and graphs are rewritten.
     """
     found: Changes = {}
     apart = {reused.module for reused in _now_apart(plan, kept)}
@@ -307,7 +303,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> Changes:
         changed = {
             kind
             for _, kind, old, new in rows
-            # Code may have the size of a head as that of another dim over the number of heads.
+            # Code may derive a head's size from another dim divided by the number of heads.
             if path in apart or old != new or kind[0] == SCALED
         }
         if changed:
@@ -317,7 +313,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> Changes:
 
 
 def _given(call: SizedCall, old: list[Any], new: list[Any]) -> list[Any]:
-    """Return what a call is given, as ``GivenSizes`` has it."""
+    """Return the sizes for one call, in the form that ``GivenSizes`` reads."""
     if call.name in ("mean", "layer_norm") and None not in new:
         return [prod(new), prod(old)]
     if call.name in ("scaled_dot_product_attention", SCALED):
@@ -326,9 +322,9 @@ def _given(call: SizedCall, old: list[Any], new: list[Any]) -> list[Any]:
 
 
 def known_cause(chosen: KeptSlots) -> str:
-    """Return why the class may be wrong; empty where nothing is known.
+    """Return a known reason why the class may be wrong; empty if there is none.
 
-    The cause is a weight's own mean or norm, or one size that stands for two dims.
+    It is a weight that the forward standardises, or one size that is used for two dims.
     """
     plan, kept = chosen.plan, chosen.kept
     for name in plan.code.standardised:
@@ -338,7 +334,7 @@ def known_cause(chosen: KeptSlots) -> str:
 
 
 def _now_apart(plan: Plan, kept: Tensor) -> Iterator[ReusedSize]:
-    """Yield where the code has one size for two dims that differ once the others are cut."""
+    """Yield the sizes that code uses for two dims whose sizes differ after the cut."""
     for reused in plan.code.reused:
         read = reused.used.size if reused.read is None else _left(plan, reused.read, kept)
         if _left(plan, reused.used, kept) != read:

@@ -1,10 +1,9 @@
-"""Modules that a cut model of its own class skips, since only branches needed them that are gone.
+"""Modules that a cut model of the user's class skips because they served removed branches only.
 
-A block of which all branches are gone gives back what it takes; else the last modules of a branch
-give zeros, or nothing where it was put beside others, and those before it hand their input on.
-Modules of a list that remember their number (a decoder's layers find their place in a cache by it)
-take the first numbers if others are skipped. The comparison of the class shows whether that is
-right.
+A block whose branches are all removed returns its input. Otherwise the last modules of a branch
+return zeros (in a concatenation an empty tensor), and the modules before them return their input.
+Modules of a list that store their index (a decoder layer's position in a cache) are renumbered from
+0 if others are skipped. The comparison of the class shows whether the result is right.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from l0prune.plan.switches import dead_parameters
 
 @dataclass(frozen=True)
 class Called:
-    """Record of how a module is called.
+    """Record of one call of a module.
 
     Attributes:
-        at: which of its inputs it can give back, those by position first: the one that is shaped
-            as what it returns, a class token, say, beside all others; else the first.
-        results: how many it returns in a tuple, 0 if it returns a tensor.
-        shape: of what it returns; None if none of its inputs has that.
-        takes_tensor: whether the input that it can give back is one.
+        at: index of the input that the module can return unchanged, positional inputs first: the
+            first one of the output's shape, else 0.
+        results: number of values in the returned tuple, 0 if the module returns a tensor.
+        shape: of the (first) output; None if no input has this shape.
+        takes_tensor: whether input ``at`` is a tensor.
     """
 
     at: int
@@ -54,10 +53,10 @@ class Called:
 
 
 def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Called]:
-    """Return, by path, how modules are called that have something to give back.
+    """Return, by path, call records of the modules that can be skipped.
 
-    Left out are those that return neither a tensor nor a tuple, and those that are given nothing to
-    pass on: no tensor at all, or, where they hold no parameters and so cost little, a mask alone.
+    Modules that return neither a tensor nor a tuple are left out, and modules without an input to
+    return: without tensors, or, if they have no parameters and so cost little, without float ones.
     """
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
@@ -88,20 +87,20 @@ def _of(call: Call) -> Called:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    # Nested tensors, which torch packs padded sequences in, have no sizes.
+    # Nested tensors (torch's packing of padded sequences) have no shape.
     return tuple(value.shape) if isinstance(value, Tensor) and not value.is_nested else None
 
 
 _POOLS = tuple(f"aten.{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3))
 _CONVOLUTIONS = (*(f"aten.conv{n}d" for n in (1, 2, 3)), "aten.convolution")
-_MOST = 8  # ways side by side: those of one block lead to the same sizes
+_MOST = 8  # parallel paths kept per node: those of one block lead to the same sizes
 
 
 def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window, ...]]:
-    """Return the windows by which positions of one node come to those of another: some of the ways.
+    """Return window sequences (convolutions, pools) on up to 8 paths from ``start`` to ``end``.
 
-    Paths side by side are ways of their own, and so is a mean over all positions that multiplies
-    the others: of its sizes nothing is left.
+    Parallel paths give separate entries. So does a mean over all positions that multiplies the
+    other path: no sizes are left on it.
     """
     ways: dict[Node, list[tuple[Window, ...]]] = {start: [()]}
     for node in sorted(between):
@@ -113,9 +112,9 @@ def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window,
 
 
 def _windows(node: Node) -> tuple[Window, ...] | None:
-    """Return the one that changes the sizes of positions here, if there is one.
+    """Return the window of a node if it changes spatial sizes, else an empty tuple.
 
-    None where they change in another way than by kernel, stride, padding and dilation.
+    None where sizes do not follow from kernel, stride, padding and dilation alone.
     """
     name = operator_name(node.target)
     if name not in _CONVOLUTIONS + _POOLS:
@@ -133,7 +132,7 @@ def _window(given: dict[str, Any], is_convolution: bool) -> Window:
     dims = len(kernel)
     stride, dilation = _each(given["stride"] or kernel, dims), _each(given.get("dilation", 1), dims)
     padding = given["padding"]
-    if padding == "same":  # sizes stay, as torch allows no stride then
+    if padding == "same":  # sizes are unchanged: torch allows no stride here
         kernel, padding = (1,) * dims, 0
     return (tuple(kernel), stride, _each(0 if padding == "valid" else padding, dims), dilation)
 
@@ -152,7 +151,7 @@ class Channels:
 
 
 def channels_of(part: Part, chosen: KeptSlots, join: Node) -> Channels | None:
-    """Return the channels of what a sum gives; None if not exactly one of its dims may be cut."""
+    """Return the channels of a sum's result; None unless exactly one of its dims has slots."""
     layouts = part.analysis.layouts.get(join.name, ())
     found = [layout for layout in layouts if any(True for _ in leaves(layout))]
     if len(found) != 1:
@@ -168,18 +167,18 @@ def instead(
     stream: Channels | None,
     kept: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """Return what the last module of a branch gives if it is handed what the first one took.
+    """Return the ``SkippedModule`` settings of a branch's last module, given the branch's input.
 
-    ``y += x`` takes zeros of the shape that the sum has; ``y + x`` takes one zero as well, which
-    stands where it is not known how that shape comes of the input's. Code that puts windows
-    together takes zeros of the shape that it has in them.
+    ``y += x`` needs zeros of the sum's shape; ``y + x`` also works with a single zero, which is
+    used where the derivation of that shape from the input's is unknown. Code that merges windows
+    needs zeros of the shape within windows.
 
     Args:
         ending: where the branch ends.
-        starts: what the module's part of it is made of, from outside.
-        before: what it is made of.
-        stream: channels of what it is added to.
-        kept: the shape that its last module returns, if all of its modules keep that of an input.
+        starts: nodes outside the branch that feed the module's part of it.
+        before: removed nodes that the branch is computed from.
+        stream: channels of the stream that the branch is added to.
+        kept: shape that the last module returns, if all of the branch's modules keep an input's.
     """
     if ending.axes:
         return {"gives": "nothing"}
@@ -205,12 +204,12 @@ def _zeros(dim: int, channels: int) -> dict[str, Any]:
 def _dim_and_channels(
     sizes: Sequence[int], wanted: Sequence[int], stream: Channels | None
 ) -> tuple[int, int]:
-    """Return the dim of the channels, and how many a branch has there; 0, 0 for those it is given.
+    """Return a branch's channel dim and channel count; 0, 0 to keep the sizes of the input.
 
     Args:
-        sizes: of what it is given, as far as they are known to change.
-        wanted: of what it gave, before anything was cut.
-        stream: channels of what it is added to.
+        sizes: of the branch's input, after its known windows.
+        wanted: sizes of the branch's output before the cut.
+        stream: channels of the stream that the branch is added to.
     """
     others = [dim for dim in range(1, len(wanted)) if sizes[dim] != wanted[dim]]
     if stream is None:
@@ -226,10 +225,10 @@ Place = tuple[str, str]  # path of a module, and name of an attribute
 
 
 def renumbered(plain: nn.Module, skipped: Collection[str]) -> Changes:
-    """Return new numbers for modules that remember theirs, so that those left have the first ones.
+    """Return new indices for modules that store their index in a list, without the skipped ones.
 
-    Numbers change places among modules of one class and the same settings only: a cache may hold
-    places of several kinds.
+    Indices are exchanged only among modules of one class with equal settings: a cache may have
+    entries of several kinds.
     """
     found: Changes = defaultdict(dict)
     for name, alike in _alike(plain):
@@ -245,12 +244,12 @@ def renumbered(plain: nn.Module, skipped: Collection[str]) -> Changes:
 
 
 def numbers_of(plain: nn.Module) -> set[Place]:
-    """Return the attributes by which modules remember their number."""
+    """Return the attributes in which modules store their index in a list."""
     return {(path, name) for name, alike in _alike(plain) for path in alike.values()}
 
 
 def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
-    """Yield the name of a number, and by it the paths of modules alike in all other settings."""
+    """Yield an index attribute, and by index the paths of modules equal in all other settings."""
     for path, entries in plain.named_modules():
         if not isinstance(entries, nn.ModuleList):
             continue
@@ -267,9 +266,9 @@ def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
 
 
 def _numbers(entries: nn.ModuleList) -> list[Place]:
-    """Return where each entry of a list, or each that has such a module, has its number.
+    """Return the attributes that equal the entry's index in every entry of the list that has them.
 
-    Paths are those inside an entry.
+    Paths are relative to the entry.
     """
     values: dict[Place, list[bool]] = defaultdict(list)
     for number, entry in enumerate(entries):
@@ -288,15 +287,15 @@ def _settings(module: nn.Module, apart_from: Collection[str]) -> list[tuple[str,
     )
 
 
-_ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
-_CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
+_ACTIVATIONS = ("aten.relu", "aten.relu_")  # idempotent
+_CASTS = ("aten.to", "aten.contiguous")  # return their input if it has the right form
 _RESHAPES = frozenset(("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten"))
 
 
 def ways_around(
     plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, KeptSlots], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
-    """Yield what modules become, by path: the way that leaves least to compute first."""
+    """Yield mappings from path to replacement layer, the one with the least computation first."""
     if not gone:
         return
     found = [_Gone.of(plain, part, by_part[part.path], gone) for part in parts]
@@ -304,8 +303,8 @@ def ways_around(
     for whole_blocks in (True, False):
         ways = [_way(plain, each, whole_blocks) for each in found]
         way = {path: layer for of_part in ways for path, layer in of_part.items()}
-        # Hooks would run on tensors of which nothing is left. The old weight norm's does, and torch
-        # ends the process when it divides nothing by its size.
+        # Pre-hooks would run on empty tensors. The old weight norm's does, and torch ends the
+        # process when it divides an empty tensor by its size.
         if way != last and not any(map(has_pre_hooks, map(plain.get_submodule, way))):
             yield way
         last = way
@@ -313,15 +312,15 @@ def ways_around(
 
 @dataclass(frozen=True)
 class _Gone:
-    """Nodes and modules of one part of a model that are gone.
+    """Removed branches of one captured part of a model, with their nodes and modules.
 
     Attributes:
         part: as it was captured.
         chosen: its slots that stay.
-        endings: of the branches that are gone.
-        dead: what only these computed.
+        endings: of the removed branches.
+        dead: nodes that only these branches need.
         joins: the sums that lose an operand.
-        modules: by path, the tensors that each computes and that were needed.
+        modules: by path, the needed tensors that each module computes.
     """
 
     part: Part
@@ -340,7 +339,7 @@ class _Gone:
         return _Gone(part, chosen, endings, branches.dead(gone), joins, modules)
 
     def whole_blocks(self) -> list[str]:
-        """Return modules that compute nothing but branches and their sums."""
+        """Return paths of modules that compute only removed branches and their sums."""
         nothing = {*self.dead, *self.joins, *_repeated(self.joins)}
         return _outermost(
             path
@@ -350,24 +349,24 @@ class _Gone:
         )
 
     def inner(self) -> list[str]:
-        """Return modules that compute nothing but branches."""
+        """Return paths of modules that compute only removed branches."""
         return _outermost(path for path, of in self.modules.items() if of <= self.dead)
 
     def is_written_between(self, inner: Iterable[str]) -> bool:
-        """Return whether branches write in place, outside of these modules."""
+        """Return whether removed branches write in place outside of the ``inner`` modules."""
         skipped = {node for path in inner for node in self.modules[path]}
         return any(is_writer(node) for node in self.dead - skipped)
 
 
 def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
-    """Return what modules of one part become, by path."""
+    """Return the replacement layers of one part's modules, by path."""
     blocks = gone.whole_blocks() if whole_blocks else []
     inner = [p for p in gone.inner() if not any(is_within(p, block) for block in blocks)]
     gives: dict[str, dict[str, Any]] = {path: {"gives": "input"} for path in (*blocks, *inner)}
     calls = called(plain, list(gives), gone.part)
     if gone.is_written_between(
         (*blocks, *inner)
-    ):  # into what backward needs of the stream, or of another
+    ):  # into values of the stream or of another branch that backward needs
         fresh = [path for path in inner if path in calls and calls[path].takes_tensor]
         gives |= {path: {"gives": "zeros"} for path in fresh}
     for ending in gone.endings:
@@ -384,7 +383,7 @@ def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
 
 
 def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
-    """Set all that it reads of itself: the module may have attributes of its own by these names."""
+    """Set all attributes of a ``SkippedModule``: the module may use the same names itself."""
     same = {"windows": (), "dim": 0, "channels": 0}
     return Layer(
         {**same, **gives, "at": call.at, "results": call.results}, kind=SkippedModule.__name__
@@ -392,7 +391,7 @@ def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
 
 
 def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
-    """Return what is gone that these are made of, themselves among it."""
+    """Return the removed nodes that ``ends`` depend on, including ``ends``."""
     found, pending = set(ends), [*ends]
     while pending:
         new = {each for each in pending.pop().all_input_nodes if each in dead} - found
@@ -402,8 +401,8 @@ def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
 
 
 def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[Node]]:
-    """Return the modules of a branch from which no other one takes, and what each is made of.
-    There are several where a branch is the sum of paths side by side.
+    """Return the last modules of a branch, each with the removed nodes that it depends on.
+    There are several where a branch is the sum of parallel paths.
     """
     made_of = {path: _before(nodes, dead) for path, nodes in mine.items()}
 
@@ -418,9 +417,9 @@ def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
-    """Return the tensors each module computes that are needed; if called again, in all calls.
+    """Return, by module path, the needed tensors that the module computes, over all of its calls.
 
-    A number that two of them take of some sizes is computed in the first one alone.
+    Only tensors count: a number that two modules derive from sizes is a node of the first alone.
     """
     captured, needs = part.analysis.captured, part.analysis.branches.needs
     paths = {path for path, _ in plain.named_modules(remove_duplicate=False)}
@@ -436,7 +435,7 @@ def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
 
 
 def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
-    """Yield activations of a sum whose operand without the branch has been through one already."""
+    """Yield relus after these sums, which are no-ops where the other operand passed one already."""
     for join in joins:
         for user in join.users:
             if operator_name(user.target) in _ACTIVATIONS:
@@ -444,7 +443,7 @@ def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
 
 
 def _keeps_shape(nodes: Set[Node], dead: Set[Node]) -> bool:
-    """Check that what a module gives, but for what is dead, has a shape that it takes."""
+    """Check that the module's outputs, without ``dead`` ones, have the shape of some input."""
     taken = {each for node in nodes for each in node.all_input_nodes} - nodes
     shapes = [shape_of(each) for each in taken]
     given = (node for node in nodes - dead if not node.users.keys() <= nodes)
@@ -452,9 +451,9 @@ def _keeps_shape(nodes: Set[Node], dead: Set[Node]) -> bool:
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Check that a node hands on its input: as a cast to the dtype that it has, or a reshape.
+    """Check for a node that returns its input: a cast without effect, or a reshape.
 
-    Where the module gives the shape that it took, its reshapes have cancelled each other.
+    If the module's output has its input's shape, its reshapes cancel each other.
     """
     if operator_name(node.target) in _RESHAPES:
         return True
@@ -465,15 +464,15 @@ def _is_handed_on(node: Node) -> bool:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Return the paths that are in no other one."""
+    """Return the paths that are not inside another of the paths."""
     found = sorted(paths, key=len)
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
 def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool = True) -> OwnClass:
-    """Return the class in which these modules are skipped, and hold nothing.
-    Parameters of branches that are gone it ``drops`` where code of other modules reads them; else
-    they stay, at zero.
+    """Return the class with the modules of ``way`` skipped and their tensors emptied.
+    With ``drops``, parameters of removed branches that other modules' code reads are dropped;
+    otherwise they stay, at zero.
     """
 
     def is_skipped(name: str) -> bool:

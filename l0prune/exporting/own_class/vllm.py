@@ -1,12 +1,12 @@
-"""The folder that vLLM serves: a Llama whose layers differ, as its ``DeciLMForCausalLM`` takes it.
+"""Folder that vLLM serves: a Llama with layers of different sizes, as a ``DeciLMForCausalLM``.
 
-The rules are read off vLLM's source, ``vllm/model_executor/models/nemotron_nas.py`` at commit
-00bd1493 of 2026, since vLLM itself is not among what is installed: query heads, their size and the
-hidden size are alike in all layers; ``block_configs`` says by layer how many queries share a key
-(``attention.n_heads_in_group``), how wide the MLP is (``ffn.intermediate_size``), and which of the
-two is absent (``no_op``). A layer without attention reads a residual that an earlier attention
-began. An absent part has no norm and no weights, all others are named as in a Llama, each tied
-tensor once.
+The rules are from vLLM's source, ``vllm/model_executor/models/nemotron_nas.py`` at commit 00bd1493
+of 2026, since vLLM is not installed here: query heads, their size and the hidden size are equal in
+all layers; ``block_configs`` says by layer how many queries share a key
+(``attention.n_heads_in_group``), the MLP's width (``ffn.intermediate_size``), and which of the two
+is absent (``no_op``). A layer without attention reads a residual that an earlier attention began.
+An absent part has no norm and no weights; all others are named as in a Llama, each tied tensor
+once.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class DeciLMConfig(LlamaConfig):
 
 
 def write_for_vllm(folder: PathLike, module: nn.Module, trials: Trials) -> str:
-    """Write the folder that vLLM serves; return how, in a sentence.
+    """Write a folder that vLLM serves; return a sentence on how to serve it.
 
-    Before anything is written the network that vLLM makes of it, in transformers' own layers, is
-    given ``trials`` beside the module.
+    Before anything is written, the network that vLLM would build, in transformers' layers, is
+    compared with the module on ``trials``.
 
     Raises:
-        UsageError: it cannot be said there; the message names the layer.
+        UsageError: vLLM's configuration cannot express the network; the message says why.
         CertificateError: vLLM's network would compute something else.
         FileError: a file cannot be written.
     """
@@ -98,7 +98,7 @@ def _refusal(why: str) -> str:
 
 
 def _content(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the configuration; ValueError for what cannot be said in it."""
+    """Return tensors and configuration; ValueError if the configuration cannot express them."""
     state = {name: tensor for name, tensor in module.state_dict().items() if tensor.numel()}
     settings = llama_settings(module)
     blocks = [*_blocks(state, settings["head_dim"])]
@@ -161,7 +161,7 @@ def _blocks(state: Mapping[str, Tensor], head_dim: int) -> Iterator[dict[str, di
 
 
 def _absent(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the names in absent parts begin."""
+    """Yield the name prefixes of absent parts."""
     for number, block in enumerate(config["block_configs"]):
         for part, inside in (("attention", _ATTENTION), ("ffn", _MLP)):
             if block[part]["no_op"]:
@@ -169,7 +169,7 @@ def _absent(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 class _Nothing(nn.Module):
-    """A part that is absent: it adds zeros, an attention also gives no weights."""
+    """Absent attention or MLP: returns zeros, an attention None as its weights, too."""
 
     def __init__(self, is_attention: bool) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _Nothing(nn.Module):
 
 
 def _served(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the network that vLLM makes of a folder, in transformers' own layers."""
+    """Return the network that vLLM would build from a folder, in transformers' layers."""
     settings = {n: v for n, v in config.items() if n not in ("auto_map", "block_configs")}
     with torch.device("meta"):
         model = as_llama({**settings, "model_type": "llama"})

@@ -1,4 +1,4 @@
-"""The folder of a smaller model: tensors, manifest, what transformers reads, loading code."""
+"""Folder of a smaller model: tensors, manifest, transformers' configuration, loading code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from l0prune.files.tensor_file import SAVE, each_once, write_tensors
 
 NAME, CONFIG = "l0prune_model.py", "config.json"
 Value = TypeVar("Value")
-Renamed = Callable[[str], str]  # what a name becomes; empty for what is gone
+Renamed = Callable[[str], str]  # from an old name to the new one; empty if it is removed
 
 
 _USAGE = """Give a model that your own code built the new sizes and weights of its smaller self.
@@ -49,12 +49,12 @@ MyModel() is the model as it was before it was cut. This needs torch and safeten
 
 
 def loading_code() -> str:
-    """Return one file of plain torch that loads a smaller model where l0prune is not installed."""
+    """Return the source of a plain torch file that loads a smaller model without l0prune."""
     return "\n\n".join([f'"""{_USAGE}"""', _body(given_sizes), _body(cut_layers)]) + "\n"
 
 
 def _body(module: ModuleType) -> str:
-    """Return a module's source without its docstring, and without imports from the package."""
+    """Return a Python module's source without its docstring and its imports from l0prune."""
     source = inspect.getsource(module)
     lines = source.splitlines()
     for node in ast.parse(source).body:
@@ -70,12 +70,12 @@ def _body(module: ModuleType) -> str:
 def write_folder(
     folder: PathLike, module: nn.Module, manifest: Manifest, trials: Trials, *, code: bool = False
 ) -> str:
-    """Write the folder of a smaller model; return what can load it, in a sentence or two.
+    """Write the folder of a smaller model; return sentences for the user on how to load it.
 
-    With ``code`` a Python file lies beside it that loads it without l0prune.
+    With ``code`` the folder has a Python file that loads it without l0prune.
 
     Raises:
-        FileError: it cannot be written; what was there is unchanged.
+        FileError: it cannot be written; the folder's old content is unchanged.
     """
     tensors, tied = each_once(tensors_of(manifest, module))
     save = _digest(tensors)
@@ -93,7 +93,7 @@ def write_folder(
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest by which the weights of one save are told from those of another."""
+    """Return a digest of the weights, to distinguish one save from another."""
     found = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -113,7 +113,7 @@ def _way_back(folder: PathLike, manifest: Manifest) -> str:
 
 
 def _for_transformers(scratch: Path, module: nn.Module, manifest: Manifest, trials: Trials) -> str:
-    """Write what transformers reads, and say whether it can load the model; that is tried."""
+    """Write the files that transformers reads, try to load them, and return the result as text."""
     settings = getattr(module, "generation_config", None)
     if settings is not None:
         (scratch / GENERATION).write_text(settings.to_json_string(), encoding="utf-8")
@@ -122,7 +122,7 @@ def _for_transformers(scratch: Path, module: nn.Module, manifest: Manifest, tria
     for config in found:
         _write_config(scratch, name, config)
         fault = _fault_of_loading(scratch, module, name, trials)
-        reason = reason or fault  # that of the likeliest
+        reason = reason or fault  # of the likeliest configuration
         if not fault:
             others = "".join(f", and {auto}" for auto in auto_classes(module))
             return f"So does {name}.from_pretrained of transformers{others}."
@@ -137,7 +137,7 @@ def _write_config(scratch: Path, name: str, config: Mapping[str, Any]) -> None:
 
 
 def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trials) -> str:
-    """Return what is wrong with what transformers makes of the folder; empty if nothing is."""
+    """Return what is wrong with the model that transformers loads; empty if nothing is."""
     transformers = importlib.import_module("transformers")
     same_attention = attention_of(module)
     options = {"attn_implementation": same_attention} if same_attention else {}
@@ -146,8 +146,7 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
             loaded, told = getattr(transformers, name).from_pretrained(
                 scratch, local_files_only=True, output_loading_info=True, dtype="auto", **options
             )
-    # It is another package's to say what it cannot load, and how.
-    except Exception as error:
+    except Exception as error:  # of another package: any class
         return in_a_line(error)
     left = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if told.get(key)]
     if left:
@@ -158,11 +157,10 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
 def shortened(
     module: nn.Module, manifest: Manifest, trials: Trials
 ) -> tuple[nn.Module, Manifest, Trials]:
-    """Return a model of transformers without the layers that hand on their input.
+    """Return a transformers model without the layers that only return their input.
 
-    In the exported module they are there, and do nothing. Built by a configuration of fewer layers
-    they are not, and transformers loads the model by itself. Where none can go it stays as it is.
-
+    The exported module keeps them as no-ops. A configuration with fewer layers builds the model
+    without them, so that transformers loads it by itself. If none fits, all is returned unchanged.
     """
     for path, count, left in _lists(module) if manifest.origin.transformers else ():
         renamed = _renaming(path, left)
@@ -180,7 +178,7 @@ def shortened(
 
 
 def _lists(module: nn.Module) -> Iterator[tuple[str, int, list[int]]]:
-    """Yield the path of a list, how many layers it has, and numbers of those that do something."""
+    """Yield each layer list with skipped layers: path, length, and indices of the other layers."""
     for path, layers in module.named_modules():
         if isinstance(layers, nn.ModuleList):
             left = [
@@ -206,7 +204,7 @@ def _renaming(path: str, left: list[int]) -> Renamed:
 
 
 def _configurations(config: Mapping[str, Any], whole: int, left: list[int]) -> Iterator[Any]:
-    """Yield configurations of fewer layers: one number that may be theirs, and lists of as many."""
+    """Yield configurations with one number ``whole`` reduced, and lists of ``whole`` entries."""
 
     def shorter(value: Any) -> Any:
         if isinstance(value, dict):
@@ -216,7 +214,7 @@ def _configurations(config: Mapping[str, Any], whole: int, left: list[int]) -> I
         return value
 
     fields = [field for field, value in numbers_in(config) if value == whole]
-    # those that are called like layers first
+    # names that suggest a count of layers first
     for field in sorted(fields, key=lambda field: not re.search(r"layer|depth|block", field[-1])):
         yield changed(shorter(config), {field: len(left)})
 
@@ -235,11 +233,11 @@ def _shorter(manifest: Manifest, origin: Origin, renamed: Renamed) -> Manifest:
 
 
 def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Manifest] | None:
-    """Return what the configuration builds, with these tensors; None if they do not fit."""
+    """Build the manifest's model with these tensors; None if they do not fit."""
     try:
         with torch.device("meta"):  # most configurations that are tried build something else
             sizes = {n: list(t.shape) for n, t in built(manifest.origin, "").state_dict().items()}
-        # What nothing is left of has no size in a manifest.
+        # A tensor that was cut away has no size in a manifest.
         if any(sizes.get(name) != shape.old for name, shape in manifest.shapes.items()):
             return None
         made = built(manifest.origin, "the model").eval()
@@ -251,7 +249,7 @@ def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module,
 
 
 def _attributes(fresh: nn.Module, manifest: Manifest) -> Changes:
-    """Return what changes in a fresh model: the numbers of its layers are counted anew."""
+    """Return the manifest's attributes for a new model, with its layers' indices recomputed."""
     numbers = numbers_of(fresh)
     others = {
         path: {name: value for name, value in of.items() if (path, name) not in numbers}

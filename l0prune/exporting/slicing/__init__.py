@@ -1,1 +1,1 @@
-"""From gates to the captured graph at its new sizes: tensors, shapes, averages."""
+"""Slicing of tensors and captured graphs to the new sizes that the gates leave."""

@@ -1,6 +1,6 @@
-"""From an analysed capture and folded, sliced tensors to a dense module.
+"""Construction of the small network as a graph from a capture and folded, sliced tensors.
 
-The dense network as a graph: a module that copies and pickles with all that it is.
+The graph is a module whose copies and pickles keep its guards and structure.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _ATEN = torch.ops.aten
 
 
 class DenseGraph(GraphModule):
-    """A captured graph that asks of its inputs what the capture took for granted.
+    """Captured graph that checks its inputs against the assumptions of the capture.
 
-    What torch.export makes of a program asks that in hooks, which copies lose and pickle refuses.
-    Here it is nodes of the graph (``add_guards``), so that copies, pickles and whatever is
-    exported again ask the same.
+    The module of a torch.export program checks these in hooks, which copies lose and pickle
+    refuses. Here they are nodes of the graph (``add_guards``), so that copies, pickles and new
+    exports of it check the same.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the graph as fx does, and the structure of inputs and output."""
+        """Pickle the graph as fx does, with the structure of inputs and outputs and its meta."""
         flat = Graph()
         flat.output(flat.graph_copy(self.graph, {}))
         kept = (PRESERVED, *(key for key in self.meta if str(key).startswith("l0prune_")))
@@ -56,10 +56,10 @@ def _restored(flat: GraphModule, codegen: CodeGen, meta: dict[str, Any], mode: b
 
 
 def add_guards(graph: Graph, values: Iterable[Any], batches: Batches = ANY) -> None:
-    """Let the graph raise a RuntimeError on inputs that it was not captured for.
+    """Add nodes that raise a RuntimeError on inputs that the graph was not captured for.
 
-    ``values`` has for each placeholder what it was captured with: a number, a text, None, or a
-    (fake) tensor, of which a symbolic size stands for any. Its module is to be recompiled.
+    ``values`` has for each placeholder the value at capture: a number, a text, None, or a (fake)
+    tensor whose symbolic sizes are free. The caller has to recompile the graph's module.
     """
     inputs = graph.find_nodes(op="placeholder")
     sizes: dict[Any, Node] = {}
@@ -74,7 +74,7 @@ def add_guards(graph: Graph, values: Iterable[Any], batches: Batches = ANY) -> N
 def _guard_shape(
     graph: Graph, node: Node, value: Tensor, sizes: dict[Any, Node], batches: Batches
 ) -> None:
-    """Assert dims and sizes; equal symbols are equal sizes."""
+    """Add assertions on rank and sizes; dims of equal symbols must have equal sizes."""
     rank = graph.call_method("dim", (node,))
     _assert(graph, operator.eq, rank, value.ndim, f"{node.name} has to have {value.ndim} dims")
     for dim, expected in enumerate(value.shape):
@@ -103,7 +103,7 @@ def _assert(
     graph.call_function(_ATEN._assert_scalar.default, (holds, why))
 
 
-KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
+KEPT_INPUTS = "kept_inputs_of_"  # prefix of buffers with the indices of picked inputs
 
 
 def dense_graphs(
@@ -113,7 +113,7 @@ def dense_graphs(
     dtypes: Dtypes,
     device: torch.device,
 ) -> dict[str, GraphModule]:
-    """Captured graph of each part at its new sizes, by path, of a model in ``dtypes``."""
+    """Return each part's captured graph at its new sizes, by path, for a model in ``dtypes``."""
     graphs = {}
     for part in parts.found:
         graph = dense_module(part.analysis, tensors, chosen[part.path].kept, device)
@@ -126,16 +126,16 @@ def dense_graphs(
 def dense_module(
     analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor, device: torch.device
 ) -> DenseGraph:
-    """The captured graph with cut tensors and rewritten shapes, which guards its inputs."""
+    """Return the captured graph with cut tensors, rewritten shapes and guards on its inputs."""
     module = analysis.captured.program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     layouts = dict(analysis.layouts)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, name in zip(inputs, analysis.captured.inputs, strict=True):
-        if name in analysis.layouts:  # the module's graph may call it otherwise: input_1 for input
+        if name in analysis.layouts:  # its name in the module's graph may differ: input_1 for input
             layouts[node.name] = analysis.layouts[name]
     for node in module.graph.nodes:
-        if node.op == "get_attr":  # the program calls them placeholders, by other names
+        if node.op == "get_attr":  # placeholders with other names in the program's graph
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
@@ -146,14 +146,14 @@ def dense_module(
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
     small = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
-    for part in small.modules():  # which positions are picked is known on the CPU
+    for part in small.modules():  # indices of picked positions were made on the CPU
         part._buffers = {n: None if b is None else b.to(device) for n, b in part._buffers.items()}
     small.eval()
     return small
 
 
 def _captured_with(analysis: Analysis, sizes: Sizes) -> list[Any]:
-    """Return what each input was captured with, cut: a fake tensor, or anything else as it is."""
+    """Return the captured value of each input; fake tensors of memory inputs are cut."""
     nodes = analysis.captured.graph.find_nodes(op="placeholder")
     found = []
     for node in nodes:
@@ -167,9 +167,9 @@ def _captured_with(analysis: Analysis, sizes: Sizes) -> list[Any]:
 
 
 def narrowing(analysis: Analysis, kept: Tensor) -> Callable[[Inputs], Inputs]:
-    """Return what makes of inputs of the model those of the smaller one.
+    """Return a function from the model's inputs to those of the small model.
 
-    They are the same, but for a memory of the model's (a cache), which has the slots that stay.
+    They differ only in memory inputs (a cache), which have only the slots that stay.
     """
     captured, cuts = analysis.captured, dict[int, list[tuple[int, Tensor]]]()
     for number, name in enumerate(captured.inputs):
@@ -190,7 +190,7 @@ def narrowing(analysis: Analysis, kept: Tensor) -> Callable[[Inputs], Inputs]:
 
 
 def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:
-    """Put the cut tensors where the graph reads them; tied ones stay one object."""
+    """Replace the tensors that the graph reads by the cut ones; tied ones stay one object."""
     made: dict[str, Tensor] = {}
     for node in module.graph.nodes:
         if node.op != "get_attr":
@@ -215,7 +215,7 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
 
 
 def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
-    """Before a Linear with gates on single columns: pick the columns that stayed."""
+    """Insert a gather of the kept inputs before each Linear with gates on single columns."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or operator_name(node.target) != "aten.linear":
             continue
@@ -232,7 +232,7 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
 
 
 def _pick_shares(module: GraphModule, analysis: Analysis, sizes: Sizes) -> None:
-    """Before kernels are mixed: pick the shares of those that stayed."""
+    """Insert a gather of the kept kernels' shares before each mix of kernels."""
     nodes = {node.name: node for node in module.graph.nodes}
     for name, mixed in analysis.mixed.items():
         kept = sizes.mask(analysis.layouts[mixed.kernels][mixed.kernels_dim])
@@ -245,7 +245,7 @@ def _pick_shares(module: GraphModule, analysis: Analysis, sizes: Sizes) -> None:
 
 
 def _drop_stale(module: GraphModule) -> None:
-    """Remove what nobody reads, and the old shapes and dtypes that export would believe."""
+    """Remove unread nodes and tensors, and old shapes in node meta, which export would trust."""
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

@@ -14,11 +14,11 @@ from l0prune.plan.switches import gone
 
 @dataclass(frozen=True)
 class KeptSlots:
-    """The gates of one plan as they count for the cut.
+    """Gate values and kept slots on the axes of one plan.
 
     Attributes:
-        plan: whose axes.
-        z: the value of each gate; 1 where the model has none.
+        plan: the plan with the axes.
+        z: the value of each gate; 1 for slots without a gate.
         kept: the slots that stay, bool; both flat, shape ``(plan.size,)``.
     """
 
@@ -28,12 +28,12 @@ class KeptSlots:
 
     @property
     def gone(self) -> tuple[Branch, ...]:
-        """The branches that are left out."""
+        """The removed branches."""
         names = gone(self.plan, self.kept)
         return tuple(branch for branch in self.plan.branches if branch.name in names)
 
     def on(self, plan: Plan) -> KeptSlots:
-        """Slots that stay on the axes of another plan; all stay that have no gate here."""
+        """Return the kept slots on the axes of another plan; slots without a gate here stay."""
         z, kept = (values_on(plan, self.plan, values) for values in (self.z, self.kept))
         return KeptSlots(plan, z, kept)
 
@@ -44,7 +44,7 @@ class KeptSlots:
 
 
 def values_on(plan: Plan, gated: Plan, values: Tensor) -> Tensor:
-    """Values of the gates for every axis of ``plan``: 1 where ``gated`` has none."""
+    """Return ``values`` of gates for every axis of ``plan``; 1 for axes that ``gated`` lacks."""
     full = torch.ones(plan.size, dtype=values.dtype)
     slices = {axis.name: axis.slice for axis in gated.axes}
     for axis in plan.axes:

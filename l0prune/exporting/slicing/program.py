@@ -1,4 +1,4 @@
-"""Dense modules as programs of ``torch.export``, in the model's dtype and in float32."""
+"""Export of small modules as ``torch.export`` programs, in the model's dtype and in float32."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from l0prune.exporting.certify.dtypes import Dtypes, asks_for_less, cast, conver
 
 
 class Exported(NamedTuple):
-    """A program, whether its batch is free, those that it then takes, other free sizes.
+    """Program with its free sizes: free batch or not, allowed batches, names of other free sizes.
 
-    And why a size is fixed that was to be free.
+    ``why_fixed`` is the reason why a size requested as free is fixed.
     """
 
     program: ExportedProgram
@@ -54,9 +54,9 @@ def reexport(
     batches: Batches = ANY,
     free: FreeSizes = ALL_FIXED,
 ) -> Exported:
-    """The dense module as a program of its own, of a free batch where that is possible.
+    """Export the small module, with a free batch if ``dynamic`` and possible.
 
-    It refuses all but these ``batches``. Of the ``free`` sizes it keeps those that it can.
+    The program refuses all but these ``batches``. Of the ``free`` sizes those stay free that can.
     """
     wide = widened(*example, batches) if dynamic else example
     args, kwargs = plain(wide)
@@ -72,10 +72,10 @@ def reexport(
 
 
 def _let_pass(program: ExportedProgram, module: nn.Module, example: Inputs) -> None:
-    """Let the program ask nothing of its inputs that these do not fulfil.
+    """Drop the program's guards that this example does not fulfil.
 
-    torch.export goes by several groups of rows, and asks for several. That it is right for one has
-    been shown.
+    torch.export traces several groups of rows and guards for several; the program has been shown to
+    be right for one.
     """
     args, kwargs = plain(example)
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
@@ -85,7 +85,7 @@ def _let_pass(program: ExportedProgram, module: nn.Module, example: Inputs) -> N
 
 @contextmanager
 def _at_least(module: nn.Module, least: int) -> Iterator[None]:
-    """Let the module assert the size of its batch: of 2, torch.export takes it for granted."""
+    """Context in which the module asserts its least batch; torch.export assumes 2 unchecked."""
 
     def check(_: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -104,9 +104,9 @@ def _at_least(module: nn.Module, least: int) -> Iterator[None]:
 def programs(
     module: nn.Module, dtypes: Dtypes, example: Inputs, export: Exporter
 ) -> tuple[Exported, ExportedProgram]:
-    """The module, which becomes one of ``dtypes``, as a program; and one of float32, for ONNX.
+    """Export the module, which is converted to ``dtypes``, and a float32 copy for ONNX.
 
-    The first says which batches both of them take.
+    The first result has the free sizes and batches that both programs take.
     """
     single = torch.float32
     if dtypes == Dtypes(single) and not asks_for_less(module, single):
@@ -121,15 +121,15 @@ def programs(
 
 
 def reexport_part(module: nn.Module, example: Inputs, batches: Batches = ANY) -> Exported:
-    """A part as a program of its own, with every dim free that its forward leaves free.
+    """Export a part as a separate program, with every input dim free that its forward allows.
 
-    What a part receives has a size of the data's making: an image's, the number of proposals. A
-    number that it is told may be the batch, and is then an input.
+    Input sizes of a part depend on the data: an image's size, the number of proposals. A number
+    input that equals the batch size is free, too.
     The program refuses all but these ``batches``.
     """
 
     wide = widened(*example)
-    numbers = {examples_in(example)} - {1}  # of one, torch.export makes a constant
+    numbers = {examples_in(example)} - {1}  # torch.export makes 1 a constant
 
     def free(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -137,13 +137,13 @@ def reexport_part(module: nn.Module, example: Inputs, batches: Batches = ANY) ->
         return Dim.AUTO if type(leaf) is int and leaf in numbers else None
 
     with _at_least(module, batches.least):
-        with suppress(Exception):  # one row may be all that it takes
+        with suppress(Exception):  # the part may take one row only
             return _with_batch(_exported(module, wide, partial(shapes_in, wide, module, free)))
         return _with_batch(_exported(module, example, partial(shapes_in, example, module, free)))
 
 
 def _with_batch(made: Exported) -> Exported:
-    """Export that says whether the batch is free, where every dim was to be."""
+    """Set ``dynamic`` by whether dim 0 of the first tensor input is free."""
     values = inputs_of(made.program)
     first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
     is_free = made.dynamic and first is not None and not isinstance(first.shape[0], int)
@@ -151,7 +151,7 @@ def _with_batch(made: Exported) -> Exported:
 
 
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
-    """The program with these dynamic shapes, or static where the module does not allow them."""
+    """Export with these dynamic shapes, or statically if the module does not allow them."""
     args, kwargs = plain(example)
     with (
         one_at_a_time(),
@@ -161,7 +161,7 @@ def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | No
         tensor_outputs_only(module, example),
     ):
         if shapes is not None:
-            # the static shapes come next, and the result says so
+            # on failure: static shapes below, ``dynamic`` False
             with suppress(Exception):
                 free = exported(module, args, kwargs, dynamic_shapes=shapes())
                 sanitize_names(free)

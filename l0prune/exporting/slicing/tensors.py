@@ -1,10 +1,9 @@
 """Folding of gates into weights, and slicing of every stored tensor by its layout.
 
-A ``Place`` is where one tensor is cut, and how it becomes whole again. What a fold makes too small
-for a normal number becomes zero: a subnormal operand may cost a CPU more than a hundred cycles
-instead of one. Training leaves many, as what no gradient reaches any more decays by a constant
-factor a step. Zero in their place changes a sum by less than 1.2e-38 times the other operand, which
-is far within rounding.
+A ``Place`` cuts one tensor and makes it whole again. Subnormal results of a fold become zero: a
+subnormal operand may cost a CPU more than a hundred cycles instead of one. Training leaves many,
+since weights without a gradient decay by a constant factor a step. Zero instead of a subnormal
+changes a sum by less than 1.2e-38 times the other operand, which is far within rounding.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _SMALLEST_OF_DOUBLE = torch.finfo(torch.float64).smallest_normal
 
 
 def flush(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Let numbers be zero that would be subnormal in the end, in place.
+    """Set values to zero, in place, that would be subnormal after rounding to ``dtype``.
 
-    The bound is that of float32 also for bfloat16, which has the same, and float16, with which CPUs
-    compute as with float32: its own subnormal numbers are normal there.
+    float32's bound is used for bfloat16, too, which has the same, and for float16, which CPUs
+    convert to float32 for computation: its subnormal numbers are normal there.
 
     Args:
-        tensor: of float64 or complex128; one of another dtype stays as it is.
-        dtype: what it will be rounded to.
+        tensor: of float64 or complex128; one of another dtype is not changed.
+        dtype: to which it will be rounded.
     """
     if tensor.is_complex():
         flush(torch.view_as_real(tensor), dtype.to_real())
@@ -52,15 +51,15 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 @dataclass(frozen=True)
 class Place:
-    """Place where a tensor of the model was cut.
+    """Shape, strides and remaining positions of a tensor of the model that is cut.
 
-    All that belongs to the tensor (gradient, moments, averages) lies in memory as it does: fused
-    optimizers refuse anything else.
+    Gradient, moments and averages of a tensor have the same strides as the tensor: fused optimizers
+    require that.
 
     Attributes:
         shape: of the whole tensor.
-        stride: of the same.
-        left: for each dim the positions that are left, or None for all.
+        stride: of the whole tensor.
+        left: for each dim the remaining positions, or None for all.
     """
 
     shape: torch.Size
@@ -69,19 +68,19 @@ class Place:
 
     @classmethod
     def of(cls, tensor: Tensor, left: tuple[Tensor | None, ...]) -> Place:
-        """The place of a whole tensor of which these positions are left."""
+        """Make the place of a whole tensor with these remaining positions."""
         dense = torch.empty_like(tensor, device="meta", requires_grad=False)
         return cls(tensor.shape, dense.stride(), left)
 
     @property
     def small(self) -> torch.Size:
-        """The shape of what is left."""
+        """The shape of the cut tensor."""
         pairs = zip(self.shape, self.left, strict=True)
         return torch.Size(size if left is None else len(left) for size, left in pairs)
 
     @cached_property
     def small_stride(self) -> tuple[int, ...]:
-        """The strides that torch gives a tensor of that shape in the whole one's memory format."""
+        """The strides of a tensor of shape ``small`` in the whole tensor's memory format."""
         for memory in (torch.contiguous_format, _FORMATS.get(len(self.shape))):
             if memory and _strides(self.shape, memory) == self.stride:
                 return _strides(self.small, memory)
@@ -92,7 +91,7 @@ class Place:
         return tuple(found[dim] for dim in range(len(order)))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return what is left of a tensor of that shape."""
+        """Return the remaining positions of a tensor of the whole shape."""
         result = tensor
         for dim, left in enumerate(self.left):
             if left is not None:
@@ -100,7 +99,7 @@ class Place:
         return _laid_out(result, self.small_stride)
 
     def put(self, small: Tensor, whole: Tensor | None = None) -> Tensor:
-        """Return a copy of ``whole``, of zeros by default, with ``small`` at what is left of it."""
+        """Return a copy of ``whole`` (default: zeros) with ``small`` at the remaining positions."""
         copy = small.new_empty_strided(self.shape, self.stride)
         copy = copy.zero_() if whole is None else copy.copy_(whole)
         return _put(self.left, 0, small, copy)
@@ -111,14 +110,14 @@ def _strides(shape: torch.Size, memory: torch.memory_format) -> tuple[int, ...]:
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the same numbers with these strides; what is sparse has none."""
+    """Return the tensor with these strides; sparse tensors, which have none, unchanged."""
     if tensor.layout != torch.strided or tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def _put(left: Sequence[Tensor | None], dim: int, small: Tensor, whole: Tensor) -> Tensor:
-    """``whole``, changed in place."""
+    """Write ``small`` into ``whole`` at the positions ``left``, from ``dim`` on, in place."""
     while dim < len(left) and left[dim] is None:
         dim += 1
     if dim == len(left):
@@ -134,7 +133,7 @@ def _put(left: Sequence[Tensor | None], dim: int, small: Tensor, whole: Tensor) 
 def cut_tensors(
     plain: nn.Module, parts: Parts, chosen: Mapping[str, KeptSlots]
 ) -> dict[str, Tensor]:
-    """Every stored tensor that the parts use, folded and cut, in float64, by name."""
+    """Fold and cut every stored tensor that the parts use; return them in float64, by name."""
     tensors: dict[str, Tensor] = {}
     for part in parts.found:
         tensors |= _of_part(plain, part, chosen[part.path])
@@ -145,13 +144,13 @@ def cut_tensors(
 def cut_by_plan(plain: nn.Module, chosen: KeptSlots) -> dict[str, Tensor] | None:
     """Cut the tensors of a model that was captured whole, by the plan of its gates.
 
-    None where its tensors are not those of the plan. A weight that the forward standardises is
-    cut as it is stored: for the model's own class that is wrong, and its comparison shows it.
+    None if its tensors have other shapes than in the plan. A weight that the forward standardises
+    is cut as stored: for the model's own class that is wrong, and its comparison shows it.
     """
     stored = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     for name in chosen.plan.tensors.keys() - stored.keys():
         constant = stored_in(plain, name)
-        if constant is not None:  # else the forward makes it anew, and the class will, too
+        if constant is not None:  # else the forward computes it, and so will the class
             stored[name] = constant
     fits = all(
         name not in stored or [dim.size for dim in dims] == list(stored[name].shape)
@@ -173,10 +172,10 @@ def _cut(
     stored: Mapping[str, Tensor],
     standardise: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> dict[str, Tensor]:
-    """Cut first and then folded in float64, parameters when they are read.
+    """Cut tensors and fold their gates in float64; parameters are folded when they are read.
 
-    But for one that is standardised: its statistics are those of the whole. Subnormal weights are
-    flushed, in tensors that nothing is divided by: parameters, and what is multiplied with.
+    A standardised weight is folded first, for statistics of the whole weight. Subnormal values are
+    flushed in tensors that are no divisors: parameters, gated tensors and those with a role.
     """
     plan = chosen.plan
     sites: dict[str, list[Site]] = defaultdict(list)
@@ -205,7 +204,7 @@ def _cut(
 
 
 def _folded(wide: Tensor, by: Sequence[Tensor], flushes: torch.dtype | None) -> Tensor:
-    """A tensor of float64 or complex128 times its gates, in place."""
+    """Multiply a float64 or complex128 tensor by its gates in place, flush it, and return it."""
     for factor in by:
         wide *= factor.to(wide.device)
     if flushes is not None:
@@ -220,7 +219,7 @@ def _factors(
     left: Sequence[Tensor | None],
     tensor: Tensor,
 ) -> list[Tensor]:
-    """Gates of what is left, but for those that are all 1; of as many dims as the tensor."""
+    """Return the gates of remaining positions, broadcastable to the tensor, without all-1 sites."""
     found = []
     for site in sites:
         factor, positions = plan.spread(site.layout, z), left[site.dim]
@@ -232,7 +231,7 @@ def _factors(
 
 
 def stored_in(model: nn.Module, name: str) -> Tensor | None:
-    """The parameter, buffer or plain attribute of this name; None where there is none."""
+    """Return the parameter, buffer or plain tensor attribute of this name; None if missing."""
     path, _, leaf = name.rpartition(".")
     try:
         found = getattr(model.get_submodule(path), leaf)
@@ -244,24 +243,24 @@ def stored_in(model: nn.Module, name: str) -> Tensor | None:
 def under_all_names(
     plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The cut tensors under every key of the model's own state_dict, and what was not cut."""
+    """Return the model's state_dict with cut tensors under all of their keys, others uncut."""
     names = {key: plan.aliases.get(key, key) for key in plain.state_dict()}
     return {key: tensors.get(names[key], old) for key, old in plain.state_dict().items()}
 
 
 def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's own state_dict at the new sizes, in its own dtypes: copies on the CPU."""
+    """Return the model's state_dict at the new sizes, in its dtypes, as copies on the CPU."""
     cut_ones, state = under_all_names(plain, plan, tensors), plain.state_dict()
     return {key: cut_ones[key].to("cpu", old.dtype, copy=True) for key, old in state.items()}
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """Return a copy in float64, or of complex numbers in parts that are."""
+    """Return a copy in float64; in complex128 if complex, in its own dtype if of integers."""
     return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
 
 
 def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
-    """A tensor with the slots that are not kept sliced out of each of its dims."""
+    """Slice the slots that are not kept out of each dim of a tensor."""
     for dim, layout in enumerate(dims):
         index = _index(plan, layout, kept)
         if index is not None:
@@ -270,5 +269,5 @@ def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
 
 
 def _index(plan: Plan, layout: Layout, kept: Tensor) -> Tensor | None:
-    """The positions of a dim that stay; None where it has no axis."""
+    """Return the positions of a dim that stay; None if it has no axis."""
     return plan.mask(layout, kept).nonzero().flatten() if axes_of(layout) else None

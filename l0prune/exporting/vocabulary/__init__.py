@@ -1,1 +1,1 @@
-"""A model whose vocabulary is cut: fewer rows for ids that come in, fewer logits that go out."""
+"""Reduction of a model's vocabulary: fewer rows of embeddings, and fewer logits."""

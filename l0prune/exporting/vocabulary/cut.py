@@ -135,10 +135,10 @@ class _Captured:
     """A captured model with the axis of its vocabulary.
 
     Attributes:
-        vocabulary: of its graph.
-        example: what it was captured with.
-        is_guessed: whether that has no ids of the user's.
-        places: which of the tensors in the example are ids.
+        vocabulary: of the captured graph.
+        example: inputs that the model was captured with.
+        is_guessed: whether the example was guessed, without ids of the user's.
+        places: indices of the tensors in the example that are ids.
     """
 
     vocabulary: Vocabulary
@@ -202,7 +202,7 @@ def _cut_model(
 def _set_padding(
     settled: nn.Module, cut_ones: Mapping[str, Tensor], new: Mapping[int, int]
 ) -> None:
-    """Give tables of tokens the new id of padding, whose row gets no gradient; in place."""
+    """Set the new id of padding, whose row gets no gradient, in embedding tables, in place."""
     tables = {id(stored_in(settled, name)) for name in cut_ones}
     for module in settled.modules():
         is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -217,17 +217,17 @@ def _answers(
     kept: Tensor,
     special: frozenset[int],
 ) -> tuple[Answer, ...]:
-    """Return the logits of the model for the tokens that stay, which the smaller one has to give.
+    """Return the logits of the model for kept tokens, which the smaller model has to match.
 
-    To the example, where other tokens than those are some of those; and to such at every place
-    but those of special tokens.
+    Inputs are the example with kept tokens drawn for all others, and the example with kept tokens
+    drawn for all but special tokens.
     """
     generator = torch.Generator().manual_seed(0)
     common = torch.tensor([number for number in kept.tolist() if number not in special])
     common = common if len(common) else kept
     new = torch.full((found.rows,), -1).index_copy_(0, kept, torch.arange(len(kept)))
     fixed = torch.zeros(found.rows, dtype=torch.bool)
-    if not found.is_guessed:  # else there are no ids of anybody's in it
+    if not found.is_guessed:  # a guessed example has no ids of the user's
         fixed[list(special)] = True
 
     def drawn(ids: Tensor, stay: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _answers(
 
 
 def _with_ids(found: _Captured, given: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return inputs with other ids."""
+    """Return the inputs with ids changed by a function."""
     leaves, structure = pytree.tree_flatten(given)
     changed = [
         change(leaf) if number in found.places else leaf for number, leaf in enumerate(leaves)
@@ -262,7 +262,7 @@ def _with_ids(found: _Captured, given: Inputs, change: Callable[[Tensor], Tensor
 
 
 def _of_kept(found: _Captured, output: Sequence[Any], kept: Tensor) -> list[Any]:
-    """Return the values of an output with the logits alone of the tokens that stay."""
+    """Return the values of an output, reduced to the logits of the tokens that stay."""
     dims = iter(found.vocabulary.outputs)
     result = []
     for leaf in output:
@@ -273,7 +273,7 @@ def _of_kept(found: _Captured, output: Sequence[Any], kept: Tensor) -> list[Any]
 
 
 def _forget_tokenizer(module: nn.Module) -> None:
-    """Let a model of transformers no longer name the place where the whole tokenizer is."""
+    """Clear the name by which a model of transformers finds the whole tokenizer, in place."""
     for holder, name in (
         (getattr(module, "config", None), "_name_or_path"),
         (module, "name_or_path"),

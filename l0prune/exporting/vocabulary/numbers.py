@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# What transformers calls the id of a token, several of them, and such as are never generated.
+# Names in transformers of one or several token ids, and of ids that are never generated.
 _ID = re.compile(r"_token_ids?$|_token_index$|_to_id$")
 _SUPPRESSED = re.compile(r"suppress_tokens$")
 _PADDING = "padding_idx"
@@ -17,7 +17,7 @@ Number = Callable[[int], int | None]
 
 
 def token_ids_in(model: nn.Module) -> set[int]:
-    """The ids that a model's settings name: of padding, of the end of a text, of an image."""
+    """Return the token ids in a model's settings: of padding, of the end of a text, of an image."""
     found: set[int] = set()
 
     def note(number: int) -> int:
@@ -30,9 +30,9 @@ def token_ids_in(model: nn.Module) -> set[int]:
 
 
 def renumber(model: nn.Module, new: Mapping[int, int]) -> None:
-    """Give the ids in a model's settings their new numbers, in place.
+    """Replace the token ids in a model's settings by the new ones, in place.
 
-    What is no id that stays (as -100) is left; of those that are not to be generated they go.
+    Other numbers (as -100) are left; from lists of ids that are never generated they are removed.
     """
     for holder, name, value in list(_named_ids(model)):
         setattr(holder, name, _changed(value, lambda number: new.get(number, number)))
@@ -43,7 +43,7 @@ def renumber(model: nn.Module, new: Mapping[int, int]) -> None:
 
 
 def _named_ids(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yield who holds an id or several, under which name, and these."""
+    """Yield the holder, attribute name and value of each setting with token ids."""
     for config in _settings(model):
         yield from ((config, name, of) for name, of in vars(config).items() if _ID.search(name))
     for module in model.modules():
@@ -56,7 +56,7 @@ def _named_ids(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _settings(model: nn.Module) -> Iterator[Any]:
-    """Yield the configurations of a model, those within others, and that of its generation."""
+    """Yield the configurations of a model, nested ones, and the one for generation."""
     pending = [getattr(model, name, None) for name in ("config", "generation_config")]
     while pending:
         config = pending.pop()

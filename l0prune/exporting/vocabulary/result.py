@@ -24,10 +24,10 @@ class SmallerVocabulary:
 
     Attributes:
         model: of its own class, at the new size; ready for ``gate``, ``shrink`` and ``export``.
-        tokenizer: such as was given, with the tokens that stayed.
+        tokenizer: of the given kind, with the tokens that stayed.
         kept: the former id of each token, int64, ascending; shape ``(tokens,)``.
         tokens: by former id, what each token is; empty for rows that no token has.
-        params_before: of the whole model.
+        params_before: parameters of the whole model.
         coverage: share of the tokens of the text that stayed; None where no text was given.
         checks: the comparisons with the whole model, all of which passed: logits of the tokens
             that stayed, in float64 and float32.
@@ -52,10 +52,10 @@ class SmallerVocabulary:
         return max(check.error for check in self.checks)
 
     def new_ids(self, ids: Tensor) -> Tensor:
-        """The new ids of tokens by their former ones; of the same shape and dtype.
+        """Return the new ids of tokens by the former ones; of the same shape and dtype.
 
         Raises:
-            UsageError: a token has been cut out; the text names it.
+            UsageError: a token was cut out; the message names it.
         """
         whole = torch.full((len(self.tokens),), -1, device=ids.device)
         whole[self.kept.to(ids.device)] = torch.arange(len(self.kept), device=ids.device)
@@ -74,10 +74,10 @@ class SmallerVocabulary:
         return found.to(ids.dtype)
 
     def old_ids(self, ids: Tensor) -> Tensor:
-        """The former ids of tokens by their new ones; of the same shape and dtype.
+        """Return the former ids of tokens by the new ones; of the same shape and dtype.
 
         Raises:
-            UsageError: an id is none of the cut vocabulary.
+            UsageError: an id is not in the cut vocabulary.
         """
         outside = (ids < 0) | (ids >= len(self.kept))
         if bool(outside.any()):
@@ -88,7 +88,7 @@ class SmallerVocabulary:
         return self.kept.to(ids.device)[ids.long()].to(ids.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers of the cut, as JSON data."""
+        """Return the numbers of the cut, as JSON data."""
         return {
             "tokens": len(self.kept),
             "tokens_before": len(self.tokens),
@@ -101,7 +101,7 @@ class SmallerVocabulary:
     def save(self, folder: PathLike) -> None:
         """Write a folder with the model, its tokenizer, and the map of ids.
 
-        A model of transformers is written as it writes itself, so that ``from_pretrained`` and
+        A model of transformers is written by ``save_pretrained``, so that ``from_pretrained`` and
         ``transformers:FOLDER`` load both; another as ``model.pt``, pickled. ``vocabulary.json`` has
         the former ids, in the order of the new ones.
 

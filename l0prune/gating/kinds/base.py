@@ -1,4 +1,4 @@
-"""Interface of a kind of gate, and the clamped sigmoid that kinds are made of."""
+"""Interface of a kind of gate, and the clamped sigmoid that the kinds share."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Gate(Protocol):
 
     A gate is a frozen dataclass: its fields are its settings, and they travel with the model.
     All tensors are flat, shape ``(gates,)``, of the dtype of ``log_alpha`` (float32 or float64).
-    What ``log_alpha`` measures is the gate's own affair, so that a rate for it, or a distance,
-    says nothing from one kind of gate to another; more of it is always more open.
+    The scale of ``log_alpha`` depends on the kind of gate, so that a learning rate or a distance
+    does not carry over to another kind; a larger value is always more open.
 
     The gradients of ``sample`` and ``estimate`` must survive more than one backward pass
     through the same result, because activation checkpointing makes several (``hard_sigmoid``
     does). An ``estimate`` may have no gradient at all.
 
     A kind whose multiplier has no slope where it is exactly 0, as a clamp or a sigmoid has none,
-    may say so by a class attribute ``is_flat_at_zero = True``; a first layer then trains faster.
+    may set a class attribute ``is_flat_at_zero = True``; a first layer then trains faster.
     """
 
     name: ClassVar[str]
 
     def at(self, progress: float) -> Gate:
-        """The gate as it stands after this part, from 0 to 1, of the steps in which gates learn.
+        """Return the gate at this progress, from 0 to 1, through the steps in which gates learn.
 
         A gate that is the same all through training returns itself. The result depends on
         ``progress`` and the settings alone, not on what was asked before.
@@ -52,7 +52,7 @@ class Gate(Protocol):
         ...
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """P(z ≠ 0), or what the gate has in its place: what penalties count. Differentiable."""
+        """Return P(z ≠ 0), or the gate's substitute, which penalties count; differentiable."""
         ...
 
     def initial(self, open_probability: float) -> float:
@@ -66,24 +66,24 @@ class Gate(Protocol):
 
 @runtime_checkable
 class LearnsTemperature(Protocol):
-    """A gate whose temperature may learn, too: a parameter of its own beside ``log_alpha``."""
+    """A gate whose temperature may learn, too, as a separate parameter beside ``log_alpha``."""
 
     def temperature_start(self, sizes: Sequence[int]) -> Tensor | None:
         """Return the parameter's start, by the sizes of the axes; None where only log α learns."""
         ...
 
     def temperature_index(self, sizes: Sequence[int]) -> Tensor:
-        """For each gate the entry of the parameter that it has; int64, shape ``(gates,)``."""
+        """Return the index of each gate's entry in the parameter; int64, shape ``(gates,)``."""
         ...
 
     def at_temperature(self, parameter: Tensor, index: Tensor) -> AtTemperature:
-        """The gate at what the parameter has learned, differentiable in it."""
+        """Return the gate at the temperature in the parameter, differentiable in the latter."""
         ...
 
 
 @runtime_checkable
 class AtTemperature(Gate, Protocol):
-    """A gate at a temperature that it has learned. ``initial`` is that of the start."""
+    """A gate at a learned temperature; ``initial`` is for the temperature at the start."""
 
     @property
     def shift_learned(self) -> Tensor:
@@ -162,7 +162,7 @@ def hard_sigmoid(
     """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``; by default s itself.
 
     Its backward pass may run any number of times over, but cannot be differentiated; within
-    transforms of torch.func (``vmap``, ``grad``) it is made of torch's own operations, and can.
+    transforms of torch.func (``vmap``, ``grad``) it consists of torch's operations, and can.
 
     Shape: log_alpha, logistic, result and a rate that is a tensor ``(gates,)``.
     """
@@ -188,8 +188,8 @@ class _HardSigmoid(Function):
     backward pass, while every segment of a checkpointed model makes a pass of its own through
     the one sample.
 
-    Its result is of an operation that writes into no tensor, as in every Function here: in a
-    graph of torch 2.11 what is written in place and returned has no gradient.
+    Its result comes from an out-of-place operation, as in every Function here: in a graph of
+    torch 2.11 a tensor that is written in place and returned has no gradient.
     """
 
     @staticmethod

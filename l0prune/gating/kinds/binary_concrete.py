@@ -16,11 +16,11 @@ from l0prune.gating.kinds.base import hard_sigmoid, logit, register
 @register
 @dataclass(frozen=True, slots=True)
 class BinaryConcrete:
-    """The relaxed coin that hard concrete stretches, as it is: z lies strictly between 0 and 1.
+    """The binary concrete variable, without the stretch of hard concrete: 0 < z < 1.
 
-    It stands for the coin that falls open with probability σ(log α). A sample is on the open
-    side, above ½, with just that probability, at every temperature; but it is never 0, so
-    training never sees the network without a slot.
+    It relaxes a Bernoulli variable that is open with probability σ(log α). A sample is above ½
+    with just that probability, at every temperature; but it is never 0, so training never sees
+    the network without a slot.
 
     Attributes:
         beta: temperature, above 0; the smaller, the closer samples are to 0 and 1.
@@ -39,7 +39,7 @@ class BinaryConcrete:
             raise UsageError(f"beta of a binary concrete gate must be above 0, not {self.beta}")
 
     def at(self, progress: float) -> BinaryConcrete:
-        """This gate: it is the same all through training."""
+        """Return this gate, which is the same throughout training."""
         return self
 
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
@@ -52,15 +52,15 @@ class BinaryConcrete:
         return hard_sigmoid(log_alpha, noise.logit(), 1 / self.beta)
 
     def estimate(self, log_alpha: Tensor) -> Tensor:
-        """The more likely side of the coin, 1[log α > 0], which has no gradient."""
+        """The more likely value, 1[log α > 0], which has no gradient."""
         return (log_alpha > 0).to(log_alpha.dtype)
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """P(z > ½) = ``σ(log α)``, that of the coin, in the place of P(z ≠ 0)."""
+        """P(z > ½) = ``σ(log α)``, instead of P(z ≠ 0)."""
         return torch.sigmoid(log_alpha)
 
     def initial(self, open_probability: float) -> float:
-        """The log α at which the coin falls open with this probability; above 0.5 it is open.
+        """The log α at which P(z > ½) is ``open_probability``; above 0.5 the gate is open.
 
         Raises:
             UsageError: the probability is not strictly between 0 and 1.

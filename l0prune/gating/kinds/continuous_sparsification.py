@@ -21,12 +21,12 @@ class ContinuousSparsification:
     β rises geometrically from ``beta`` to ``final_beta`` over the steps in which gates learn.
     The gates' parameter ``log_alpha`` is the paper's s: the log odds of a gate at the start of
     training are β·s. As β rises the slope of the sigmoid goes to 0 for all but the gates close
-    to 0, so that what is to close must be on its way early.
+    to 0, so that gates that are to close must move early.
 
     Attributes:
         beta: β at the start, above 0.
         final_beta: β at the end, at least ``beta``.
-        progress: the part of the way from the one to the other, from 0 to 1; set by ``at``.
+        progress: part of the steps in which gates learn, from 0 to 1; set by ``at``.
 
     Raises:
         UsageError: a setting is outside its range.
@@ -53,7 +53,7 @@ class ContinuousSparsification:
         return replace(self, progress=progress)
 
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
-        """σ(β·s); the noise has no part in it."""
+        """σ(β·s); the noise is not used."""
         return hard_sigmoid(log_alpha, None, self._rate)
 
     def estimate(self, log_alpha: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class ContinuousSparsification:
         return (log_alpha > 0).to(log_alpha.dtype)
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """σ(β·s): the soft mask, whose sum the paper penalises, takes the place of P(z ≠ 0)."""
+        """σ(β·s), the soft mask, whose sum the paper penalises, instead of P(z ≠ 0)."""
         return torch.sigmoid(log_alpha * self._rate)
 
     def initial(self, open_probability: float) -> float:
@@ -74,5 +74,5 @@ class ContinuousSparsification:
 
     @property
     def _rate(self) -> float:
-        """β as it is now."""
+        """The current β."""
         return float(self.beta * (self.final_beta / self.beta) ** self.progress)

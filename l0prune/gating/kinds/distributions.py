@@ -24,14 +24,14 @@ _DEFAULT = Gate()
 
 
 class HardConcrete(Distribution):
-    """A relaxed coin that is exactly 0 or exactly 1 with some probability, differentiable in all
-    its parameters.
+    """A variable in [0, 1] that is exactly 0 or exactly 1 with some probability.
 
-    With logistic noise ℓ, ``z = clamp(σ((ℓ + log α)/β)·(ζ−γ) + γ, 0, 1)``. The measure that
-    densities and the entropy refer to is the length within (0, 1) plus a unit at 0 and at 1.
+    With logistic noise ℓ, ``z = clamp(σ((ℓ + log α)/β)·(ζ−γ) + γ, 0, 1)``, differentiable in all
+    parameters. The measure that densities and the entropy refer to is the length within (0, 1) plus
+    a unit at 0 and at 1.
 
     Args:
-        log_alpha: location; more of it is more often 1.
+        log_alpha: location; the larger, the more often z is 1.
         beta: temperature, above 0; the lower, the more often z is 0 or 1.
         gamma: lower end of the stretch, below 0.
         zeta: upper end of the stretch, above 1.
@@ -64,7 +64,7 @@ class HardConcrete(Distribution):
         super().__init__(self.log_alpha.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> HardConcrete:
-        """Return it with more batch dims; see ``torch.distributions.Distribution``."""
+        """Return a copy with more batch dims; see ``torch.distributions.Distribution``."""
         new: HardConcrete = self._get_checked_instance(HardConcrete, _instance)
         for name in self.arg_constraints:
             setattr(new, name, getattr(self, name).expand(batch_shape))
@@ -79,7 +79,7 @@ class HardConcrete(Distribution):
         return self._at(self.log_alpha.new_empty(shape).uniform_(epsilon, 1 - epsilon).logit())
 
     def icdf(self, value: Tensor) -> Tensor:
-        """The least z of which ``cdf`` is ``value`` or more."""
+        """Return the least z with ``cdf(z)`` at ``value`` or above."""
         if self._validate_args and not bool(((value >= 0) & (value <= 1)).all()):
             raise ValueError("icdf is of probabilities, from 0 to 1")
         return self._at(value.logit())
@@ -161,7 +161,7 @@ class HardConcrete(Distribution):
         return -self.expectation(self._unchecked_log_prob)
 
     def _unchecked_log_prob(self, z: Tensor) -> Tensor:
-        """``log_prob`` at nodes of quadrature, which need no look at each value."""
+        """``log_prob`` at nodes of quadrature, without validating each value."""
         checks, self._validate_args = self._validate_args, False
         try:
             return self.log_prob(z)

@@ -71,8 +71,8 @@ class HardConcrete:
             below 0.31 (at the default settings); ``"median"`` is the median of z and closes it
             below 0.5.
         beta_by: of a β that learns: one for ``"all"``, one for each ``"axis"`` or ``"slot"``.
-        beta_min: what it stays above.
-        beta_max: what it stays below.
+        beta_min: lower bound of a β that learns.
+        beta_max: upper bound of a β that learns.
 
     Raises:
         UsageError: a setting is outside its range.
@@ -115,7 +115,7 @@ class HardConcrete:
             )
 
     def at(self, progress: float) -> HardConcrete:
-        """This gate: it is the same all through training."""
+        """Return this gate, which is the same throughout training."""
         return self
 
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class HardConcrete:
         return logit(open_probability) + float(self._shift)
 
     def temperature_start(self, sizes: Sequence[int]) -> Tensor | None:
-        """The logit of where β is between its bounds, for each that learns; None if none does."""
+        """Return the logit of each learned β's start within its bounds; None if β is fixed."""
         if self.beta != "learn":
             return None
         part = (START - self.beta_min) / (self.beta_max - self.beta_min)
@@ -163,14 +163,14 @@ class HardConcrete:
         return torch.full((count,), logit(part))
 
     def temperature_index(self, sizes: Sequence[int]) -> Tensor:
-        """For each gate the number of its β."""
+        """Return the index of each gate's β."""
         if self.beta_by == "slot":
             return torch.arange(sum(sizes))
         numbers = torch.arange(len(sizes)) if self.beta_by == "axis" else torch.zeros(len(sizes))
         return numbers.long().repeat_interleave(torch.tensor(sizes))
 
     def at_temperature(self, parameter: Tensor, index: Tensor) -> AtBeta:
-        """The gate at the β of each slot, differentiable in the parameter any number of times."""
+        """Return the gate at each slot's β, differentiable; backward may run more than once."""
         beta, rate = bounded(parameter, index, self.beta_min, self.beta_max)
         return AtBeta(self, beta, rate)
 
@@ -188,7 +188,7 @@ class HardConcrete:
 
 
 class AtBeta(HardConcrete):
-    """A hard concrete gate at values of β that it has learned, shape ``(gates,)``."""
+    """A hard concrete gate at learned values of β, shape ``(gates,)``."""
 
     __slots__ = ("_at", "_rates")
     _at: Tensor
@@ -209,7 +209,7 @@ class AtBeta(HardConcrete):
         return self._rates
 
     def initial(self, open_probability: float) -> float:
-        """The log α of the start, to which ``shift_learned`` is to be added."""
+        """The log α at the β of the start, to which ``shift_learned`` is to be added."""
         return logit(open_probability) + float(reaches(0, START, self.gamma, self.zeta))
 
     @property

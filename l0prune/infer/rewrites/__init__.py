@@ -1,1 +1,1 @@
-"""The captured graph at the sizes that are left: one rewrite per operator, and without branches."""
+"""Rewrites of the captured graph for the cut sizes, one per operator, and without branches."""

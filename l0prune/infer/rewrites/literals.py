@@ -1,6 +1,6 @@
-"""Rewrites of the numbers that a captured graph has for shapes, operator by operator.
+"""Rewrites of the shape literals of a captured graph, operator by operator.
 
-Most operators take their sizes from their operands and need nothing. A rewrite is a function of
+Most operators take their sizes from their operands and need no rewrite. A rewrite is a function of
 the sizes and a node; it changes the node's arguments in place.
 """
 
@@ -26,9 +26,9 @@ from l0prune.plan.plan import Plan
 
 @dataclass
 class Sizes:
-    """Sizes of the dims of each node of a captured graph once closed slots are gone.
+    """Sizes of the dims of each node of a captured graph once closed slots are removed.
 
-    ``picks`` and ``closed`` are the analysis' own.
+    ``picks`` and ``closed`` are those of the analysis.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class Sizes:
 
     @cached_property
     def _cut(self) -> frozenset[int]:
-        """Axes of which a slot is gone, by number."""
+        """Numbers of the axes of which a slot is removed."""
         axes = enumerate(self.plan.axes)
         return frozenset(number for number, axis in axes if not self.kept[axis.slice].all())
 
@@ -58,7 +58,7 @@ class Sizes:
         return self.layouts[node.name]
 
     def stands_for(self, new: Node, old: Node) -> None:
-        """A rewrite put ``new`` in the place of ``old``: it has its layouts."""
+        """Record that a rewrite replaced ``old`` by ``new``, which has the same layouts."""
         self.layouts[new.name] = self.layouts[old.name]
         self._origins[new.name] = self.origin(old)
 
@@ -75,10 +75,10 @@ class Sizes:
         return self.of(layout) != layout.size
 
     def fitted(self, graph: Graph, value: Any, layout: Layout) -> Any:
-        """A size argument of a call, made right for the dim that it describes.
+        """Return a size argument of a call, corrected for the dim that it describes.
 
-        A number becomes the new number. A symbolic size is left alone where it comes out right
-        by itself, because it is read off a tensor that is cut too; else it is rescaled.
+        A number becomes the new number. A symbolic size is unchanged where it is already right,
+        because it is read off a tensor that is cut too; else it is rescaled.
         """
         if not isinstance(value, Node):
             return value if value == -1 else self.of(layout)
@@ -106,7 +106,7 @@ class Sizes:
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
 REWRITES: dict[str, Rewrite] = {}
-# How buffers are called that say which entries of a tensor made in forward are picked.
+# Prefix of the names of buffers with the kept entries of a tensor that the forward creates.
 KEPT_ENTRIES = "kept_entries_of_"
 
 
@@ -121,7 +121,7 @@ def rewrites(*operators: str) -> Callable[[Rewrite], Rewrite]:
 
 
 def rewrite_literals(graph: Graph, sizes: Sizes) -> None:
-    """Make every shape literal of the graph right for the cut network."""
+    """Correct every shape literal of the graph for the cut network."""
     for node in list(graph.nodes):
         rewrite = REWRITES.get(operator_name(node.target)) if node.op == "call_function" else None
         if rewrite is not None and node.name in sizes.layouts:
@@ -130,7 +130,7 @@ def rewrite_literals(graph: Graph, sizes: Sizes) -> None:
 
 @rewrites(*SIZED)
 def sizes_of_output(sizes: Sizes, node: Node) -> None:
-    """One argument lists the output's sizes."""
+    """Correct the argument that lists the output's sizes."""
     position = SIZED[operator_name(node.target)]
     pairs = zip(node.args[position], sizes.dims(node), strict=True)  # type: ignore[arg-type]
     node.update_arg(position, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
@@ -138,7 +138,7 @@ def sizes_of_output(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.repeat", "aten.tile")
 def copies(sizes: Sizes, node: Node) -> None:
-    """A dim of one becomes as many copies as there are slots left."""
+    """Set the number of copies of a dim of size 1 to the number of kept slots."""
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
     before = sizes.dims(source(node))
     for back, layout in enumerate(reversed(sizes.dims(node)[-len(counts) :]), start=1):
@@ -150,7 +150,7 @@ def copies(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.repeat_interleave")
 def copies_in_a_row(sizes: Sizes, node: Node) -> None:
-    """A dim of one becomes as many copies as there are slots left."""
+    """Set the number of copies of a dim of size 1 to the number of kept slots."""
     dim: Any = argument(node, 2, "dim")
     if dim is None or sizes.dims(source(node))[dim].size != 1:
         return
@@ -160,7 +160,7 @@ def copies_in_a_row(sizes: Sizes, node: Node) -> None:
 
 @rewrites(*PATTERNS)
 def entries_of_slots(sizes: Sizes, node: Node) -> None:
-    """A tensor with an entry for each slot: those of the slots that stay are picked from it."""
+    """Pick the entries of the kept slots from a tensor with one entry per slot."""
     users, last = list(node.users), node
     for dim, layout in enumerate(sizes.dims(node)):
         if not sizes.changes(layout):
@@ -174,13 +174,13 @@ def entries_of_slots(sizes: Sizes, node: Node) -> None:
 
 
 def picked(source: Node, dim: int, kept: Tensor, name: str) -> Node:
-    """The positions of a dim that are ``kept`` (bool); which they are is a buffer of this name."""
+    """Select the ``kept`` positions (bool) of a dim by an index in a buffer of this name."""
     index = stored_index(source, kept.nonzero().flatten(), name)
     return source.graph.call_function(torch.ops.aten.index_select.default, (source, dim, index))
 
 
 def stored_index(node: Node, index: Tensor, name: str) -> Node:
-    """A buffer of this name with an index, read where the graph of ``node`` inserts now."""
+    """Register an index as a buffer of this name, and read it at the graph's insertion point."""
     module = node.graph.owning_module
     assert module is not None
     while hasattr(module, name):  # from an earlier export, which is cut again
@@ -191,7 +191,7 @@ def stored_index(node: Node, index: Tensor, name: str) -> Node:
 
 @rewrites("aten.unflatten")
 def unflatten(sizes: Sizes, node: Node) -> None:
-    """The third argument lists the sizes that one dim is split into."""
+    """Correct the third argument, which lists the sizes that one dim is split into."""
     parts: Any = node.args[2]
     dim = int(node.args[1]) % len(sizes.dims(source(node)))  # type: ignore[arg-type]
     pairs = zip(parts, sizes.dims(node)[dim : dim + len(parts)], strict=True)
@@ -200,7 +200,7 @@ def unflatten(sizes: Sizes, node: Node) -> None:
 
 @rewrites(*SPLITS)
 def split(sizes: Sizes, node: Node) -> None:
-    """Pieces may now differ in size, so all of them are given."""
+    """Give the sizes of all pieces, which may now differ."""
     pieces = sizes.layouts[node.name]
     dim = int(argument(node, 2, "dim", 0)) % len(pieces[0])
     if not any(sizes.changes(piece[dim]) for piece in pieces):
@@ -212,7 +212,7 @@ def split(sizes: Sizes, node: Node) -> None:
 
 @rewrites(*SLICES)
 def slice_(sizes: Sizes, node: Node) -> None:
-    """A range of positions becomes the range of those that stay."""
+    """Replace a range of positions by the range of the kept ones."""
     dims = sizes.dims(source(node))
     dim = int(argument(node, 1, "dim", 0)) % len(dims)
     layout, size = dims[dim], sizes.dims(node)[dim].size
@@ -223,7 +223,7 @@ def slice_(sizes: Sizes, node: Node) -> None:
     step = int(argument(node, 4, "step", 1))
     is_narrow = operator_name(node.target) == "aten.narrow"
     step = 1 if is_narrow else step
-    # With a step, each group of ``step`` neighbours stays or goes as one.
+    # With a step, each group of ``step`` neighbours is kept or cut as a whole.
     first = int(sizes.mask(layout)[: start - start % step].sum()) + start % step
     length = sizes.of(sizes.dims(node)[dim])
     end = length if is_narrow else first + (length - 1) * step + 1
@@ -233,7 +233,7 @@ def slice_(sizes: Sizes, node: Node) -> None:
 
 @rewrites(*(f"aten.conv{n}d" for n in (1, 2, 3)), *(f"aten.conv_transpose{n}d" for n in (1, 2, 3)))
 def convolution(sizes: Sizes, node: Node) -> None:
-    """Groups that went are no longer counted."""
+    """Set the number of groups to that of the kept ones."""
     weight = node.args[1]
     assert isinstance(weight, Node)
     spatial = len(sizes.dims(weight)) - 2
@@ -251,10 +251,10 @@ def convolution(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.rms_norm")
 def rms_norm(sizes: Sizes, node: Node) -> None:
-    """``x / √(Σx²/n + ε)`` from k of n positions: ``√(n/k) · x / √(Σx²/k + ε·n/k)``.
+    """Compute ``x / √(Σx²/n + ε)`` from k of n positions: ``√(n/k) · x / √(Σx²/k + ε·n/k)``.
 
-    An ε that is not given is that of the dtype, which the graph must not fix; then x is made
-    smaller by √(k/n) instead.
+    An ε that is not given is that of the dtype, which the graph must not fix; then x is scaled
+    by √(k/n) instead.
     """
     x, shape = source(node), node.args[1]
     over = sizes.dims(x)[-len(shape) :]  # type: ignore[arg-type]
@@ -276,25 +276,25 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.channel_shuffle")
 def channel_shuffle(sizes: Sizes, node: Node) -> None:
-    """Groups that went are no longer counted."""
+    """Set the number of groups to that of the kept ones."""
     channels = sizes.dims(source(node))[1]
     node.update_arg(1, sizes.of(outer(channels, int(node.args[1]))))  # type: ignore[arg-type]
 
 
 def group_norm(sizes: Sizes, node: Node) -> None:
-    """Groups that went are no longer counted."""
+    """Set the number of groups to that of the kept ones."""
     channels = sizes.dims(source(node))[1]
     groups: Any = node.args[1]
     node.update_arg(1, groups * sizes.of(channels) // channels.size)
 
 
 def shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
-    """Return how many positions these dims had together for each one that stays."""
+    """Return the ratio of the number of positions of these dims before and after the cut."""
     return math.prod(dim.size for dim in dims) / math.prod(map(sizes.of, dims))
 
 
 def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
-    """Whoever takes the node's output takes it times this number."""
+    """Multiply the node's output by a number, for all its users."""
     if by == 1:
         return
     with node.graph.inserting_after(node):
@@ -305,7 +305,7 @@ def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
 
 @rewrites("aten.scaled_dot_product_attention")
 def attention(sizes: Sizes, node: Node) -> None:
-    """The scale that torch derives from the head's size must stay that of the whole head."""
+    """Set the scale, which torch derives from the head's size, to that of the whole head."""
     head = sizes.dims(source(node))[-1]
     if sizes.changes(head) and argument(node, 6, "scale") is None:
         node.update_kwarg("scale", 1 / math.sqrt(head.size))

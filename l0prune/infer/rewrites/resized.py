@@ -1,8 +1,8 @@
-"""The captured graph at the sizes that are left, without its closed branches.
+"""The captured graph at its sizes after a cut, without its closed branches.
 
-A sum without a branch is its other operand, and a concatenation has a part less. What is flipped
-stays flipped. A roll goes as far as slots are left of those that come first, and an index names
-the slots that stay by their new places.
+A sum without a branch is its other operand, and a concatenation has one part less. A flip needs no
+rewrite. A roll shifts by the number of kept slots among those that come first, and an index names
+the kept slots by their new positions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from l0prune.plan.switches import gone, under_switches
 
 
 def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[Node]:
-    """Take these branches out, and all that only they need.
+    """Remove these branches, and all nodes that only they need.
 
     Returns:
-        Joins with one operand left, as aliases of it, for ``pass_on``: what averages over them
-        still has to know how wide they were, and where they are zero.
+        Joins with one operand left, as aliases of it, for ``pass_on``: rewrites of averages over
+        them still need their former width and their zeros.
     """
     if not gone:
         return []
@@ -43,7 +43,7 @@ def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[N
     nodes = {node.name: node for node in graph.nodes}
     single = []
     for join, out in ends.items():
-        # by place: what stands there now is another node if it was a join, too
+        # Select operands by index: an earlier iteration may have replaced nested joins.
         node, parts = nodes[join.name], joined(nodes[join.name])
         left = [parts[place] for place, each in enumerate(joined(join)) if each not in out]
         if len(left) > 1:
@@ -53,11 +53,11 @@ def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[N
             single.append(node)
     dead = {node.name for node in branches.dead(gone)}
     needless = {node.name for node, of in branches.needs.items() if not of}
-    for node in graph.nodes:  # what asserts, or writes where nobody reads
+    for node in graph.nodes:  # assertions, and writes that nothing reads
         if node.name in needless and any(of.name in dead for of in node.all_input_nodes):
             dead.add(node.name)
     for node in reversed(list(graph.nodes)):
-        # torch keeps what writes in place or may draw, which these do for nothing that is left
+        # torch's own elimination keeps nodes that write in place or may draw random numbers
         if node.name in dead and not node.users:
             graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -65,12 +65,12 @@ def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[N
 
 
 def pass_on(join: Node) -> None:
-    """Let what reads a join read the one operand that it has left, or a copy where one is written.
+    """Replace a join by its only operand, or by a copy of it where their memory is written.
 
-    What is written into the join later must not change the operand, nor the other way round.
+    A later write into the join must not change the operand, nor the other way round.
     """
     (left,) = join.all_input_nodes
-    memory = Memory(join.graph)  # the join is an alias: both lie in one
+    memory = Memory(join.graph)  # the join is an alias: both share it
     is_written = any(writer > join for writer in memory.writers(left))
     if is_written and (len(left.users) > 1 or memory.base(left) is not left):
         with join.graph.inserting_before(join):
@@ -81,12 +81,12 @@ def pass_on(join: Node) -> None:
 
 @rewrites("aten.roll")
 def roll(sizes: Sizes, node: Node) -> None:
-    """Each shift is the number of slots that came first and stayed."""
+    """Set each shift to the number of kept slots among those that come first."""
     dims, shifts, new = sizes.dims(source(node)), node.args[1], []
     named: Any = argument(node, 2, "dims") or []
     for shift, dim in zip(shifts if named else (), named, strict=True):  # type: ignore[arg-type]
         size, mask = dims[dim].size, sizes.mask(dims[dim])
-        first = shift % size  # so many of the last come first
+        first = shift % size  # this many of the last come first
         new.append(int(mask[size - first :].sum()) if sizes.changes(dims[dim]) else shift)
     if named:
         node.update_arg(1, new)
@@ -94,7 +94,7 @@ def roll(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.index", "aten.index_select")
 def index(sizes: Sizes, node: Node) -> None:
-    """A constant index is written anew, for the places that are left."""
+    """Replace a constant index by the new positions of the kept slots."""
     if node.name not in sizes.picks:
         return
     chosen: Any = node.args[1]
@@ -114,7 +114,7 @@ def index(sizes: Sizes, node: Node) -> None:
 
 
 def with_switches(analysis: Analysis, plan: Plan) -> Analysis:
-    """Return the analysis by its own plan with switches: so are the layouts of its nodes."""
+    """Return the analysis with a plan that has switches, in the layouts of its nodes, too."""
     convert = under_switches(plan)
 
     def converted(layouts: Any) -> Any:
@@ -128,7 +128,7 @@ def with_switches(analysis: Analysis, plan: Plan) -> Analysis:
 def rewritten(graph: Graph, analysis: Analysis, kept: Tensor, layouts: dict[str, tuple]) -> Sizes:
     """Rewrite a captured graph, in place, for tensors of which closed slots are cut.
 
-    ``layouts`` go by the names of its nodes. Returns the sizes of what is in it now.
+    ``layouts`` are by the names of its nodes. Returns the sizes of the rewritten graph.
     """
     single = leave_out(graph, analysis.branches, gone(analysis.plan, kept))
     sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)

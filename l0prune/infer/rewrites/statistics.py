@@ -1,7 +1,7 @@
-"""Rewrites of sums, means, variances and norms after slots are gone that all had one value.
+"""Rewrites of sums, means, variances and norms after a cut of slots that all had one value.
 
-Of ``n`` values ``k`` are left, and each of the others was ``c``: zero, or what the forward makes
-of zero, such as ``0 − mean``. Then the average of all is ``k/n · avg(x) + (1 − k/n) · c``; the
+Of ``n`` values ``k`` are kept, and each of the others was ``c``: zero, or a result of the forward
+for zero, such as ``0 − mean``. Then the average of all is ``k/n · avg(x) + (1 − k/n) · c``; the
 variance is the average of ``(x − mean)²``, in which ``c`` becomes ``(c − mean)²``.
 
 LayerNorm is the case ``c = 0``: ``mean = Σx / n`` and ``var = (Σ(x − mean)² + (n − k)·mean²) / n``,
@@ -40,7 +40,7 @@ _ATEN = torch.ops.aten
 
 @rewrites(*TELLING)
 def over_all(sizes: Sizes, node: Node) -> None:
-    """The result over all slots from those that stayed, where any is gone."""
+    """Compute the result over all slots from the kept ones, where any is removed."""
     x = source(node)
     dims = sizes.dims(x)
     reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
@@ -58,7 +58,7 @@ def over_all(sizes: Sizes, node: Node) -> None:
 
 
 def _put_right(sizes: Sizes, node: Node, weights: tuple[float, float], closed: Node | None) -> None:
-    """``weights · (node(x), node(closed))`` in place of ``node(x)``."""
+    """Replace ``node(x)`` by ``weights · (node(x), node(closed))``."""
     users, result, graph = list(node.users), node, node.graph
     with graph.inserting_after(node):
         if weights[0] != 1:
@@ -78,7 +78,7 @@ def _put_right(sizes: Sizes, node: Node, weights: tuple[float, float], closed: N
 def _variance(
     sizes: Sizes, node: Node, reduced: list[int], share: float, closed: Node | None
 ) -> None:
-    """Variance or standard deviation, with the mean where it is asked for, as plain operations."""
+    """Replace a variance or standard deviation, and its mean, if any, by basic operations."""
     graph, x = node.graph, source(node)
     count = math.prod(sizes.dims(x)[d].size for d in reduced)
     settings = _settings(node)
@@ -128,9 +128,9 @@ def _settings(node: Node) -> dict[str, Any]:
 
 
 def _closed_value(sizes: Sizes, node: Node, x: Node, dims: list[int]) -> Node | None:
-    """Return ``x`` at its closed slots, as one slot; None where that is zero.
+    """Return ``x`` at its closed slots, as one slot; None where it is zero there.
 
-    What the forward does to ``x`` on the way from zeros is done once more, to a single zero.
+    The calls of the forward from zeros to ``x`` are repeated on a single zero slot.
     """
     zeros = sizes.closed[sizes.origin(node)]
     if not zeros:
@@ -167,7 +167,7 @@ _EPS = 1e-5
 
 @rewrites("aten.layer_norm")
 def layer_norm(sizes: Sizes, node: Node) -> None:
-    """Keep the statistics, computed from the slots that stayed."""
+    """Keep the statistics over all slots, computed from the kept ones."""
     over: Any = node.args[1]
     rank = len(sizes.dims(node))
     if len(over) == 1:
@@ -178,7 +178,7 @@ def layer_norm(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.group_norm")
 def one_group(sizes: Sizes, node: Node) -> None:
-    """One group is a LayerNorm over channels and positions; of several, some are gone."""
+    """Rewrite one group as a LayerNorm over channels and positions, else the number of groups."""
     if node.args[1] == 1:
         over = list(range(1, len(sizes.dims(node))))
         _written_out(sizes, node, over, by_channel=True)
@@ -187,7 +187,7 @@ def one_group(sizes: Sizes, node: Node) -> None:
 
 
 def _padded(sizes: Sizes, node: Node) -> None:
-    """The norm over the last dim, with zeros again in the places of what is gone behind the rest.
+    """Compute the norm over the last dim with the kept slots padded by zeros to the old size.
 
     This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
     """
@@ -213,7 +213,7 @@ def _padded(sizes: Sizes, node: Node) -> None:
 
 
 def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool) -> None:
-    """The norm over these dims as plain operations, where any of them is cut."""
+    """Replace the norm over these dims by basic operations, where any of them is cut."""
     dims = sizes.dims(node)
     share = 1 / shrinkage(sizes, [dims[dim] for dim in over])
     if share == 1:
@@ -256,7 +256,7 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
 
 
 def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return, by name of a standardised weight that loses columns, what standardises it whole."""
+    """Return, by name of a standardised weight that loses columns, a function to standardise it."""
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     sizes = Sizes(analysis.plan, kept, analysis.layouts)
     for node in analysis.captured.graph.nodes:
@@ -267,7 +267,7 @@ def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable
 
 
 def _standardised_as_stored(node: Node, whole: Tensor) -> Tensor:
-    """The weight in the shape that it is stored in; the node may have another."""
+    """Return the standardised weight in its stored shape; the node's may differ."""
     return _standardised(node, whole.reshape(shape_of(node) or [])).reshape(whole.shape)
 
 
@@ -282,7 +282,7 @@ def _standardised(node: Node, whole: Tensor) -> Tensor:
 
 @rewrites("aten.batch_norm", "aten._weight_norm")
 def norm_of_weight(sizes: Sizes, node: Node) -> None:
-    """Leave scale and shift of a norm whose weight is stored standardised."""
+    """Replace the norm of a weight that is stored standardised by its scale and shift."""
     if weight_behind(node) is None or not _is_cut(sizes, node):
         return
     result, graph = node.args[0], node.graph

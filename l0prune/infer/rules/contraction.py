@@ -91,7 +91,7 @@ def convolution(infer: Inference, node: Node) -> Value:
     infer.solver.unify(dims[channel], prod((group, inner)))
     infer.solver.unify(rows, prod((group, inner if transposed else outer)))
     out = prod((infer.solver.resolve(group), infer.solver.resolve(outer)))
-    if inner.size > 1 or groups == 1:  # a depthwise one reads nothing but what it writes
+    if inner.size > 1 or groups == 1:  # a depthwise one reads only the slots that it writes
         infer.read(inner, node, (weight, read_dim), x)
     infer.write(out, node, weight, write_dim)
     if transposed and groups > 1:
@@ -134,7 +134,7 @@ def _biased_at_four(node: Node, operands: Sequence[bool | None]) -> bool:
 
 @rule("torchvision.deform_conv2d", zero=_biased_at_four)
 def deformable_convolution(infer: Inference, node: Node) -> Value:
-    """A convolution whose filters look where offsets say, all channels of a group at one place."""
+    """Convolution at positions shifted by offsets, which are the same for a group's channels."""
     x, weight, offset, mask, bias = (each for each in node.args[:5] if isinstance(each, Node))
     groups, offset_groups = (int(each) for each in node.args[11:13])  # type: ignore[arg-type]
     batch, channel = infer.dims(x)[:2]
@@ -183,7 +183,7 @@ def addmm(infer: Inference, node: Node) -> Value:
 
 
 def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]:
-    """Dims of a matrix product; records what it reads, writes and costs."""
+    """Return the dims of a matrix product; record its reads, writes and work."""
     left, right = list(infer.dims(a)), list(infer.dims(b))
     inner_a = left.pop()
     inner_b = right.pop(-2 if len(right) > 1 else -1)
@@ -219,7 +219,7 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
 
 
 def name_heads(infer: Inference, batch: list[Expr], dims: list[Expr]) -> None:
-    """A product of two results with batch dims is attention written out, or like it."""
+    """Record the dims of a product of two computed tensors as heads and head dims."""
     for expr in dims if batch else ():
         infer.kind(expr, "head_dim")
     for expr in batch:
@@ -240,14 +240,14 @@ def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Ex
 
 @rule("aten.embedding", zero=of_operand(0))
 def embedding(infer: Inference, node: Node) -> Value:
-    """Rows of a table by index: which rows exist depends on the data."""
+    """Rows of a table by index: the rows that are read depend on the data."""
     weight, index = operands(node, 2)
     return (*infer.dims(index), _chosen_rows(infer, node, weight))
 
 
 @rule("aten.embedding_renorm")
 def embedding_renorm(infer: Inference, node: Node) -> Value:
-    """Rows that are longer than ``max_norm`` are scaled down, in the table itself."""
+    """Rows with a norm above ``max_norm``, scaled down in place."""
     weight = node.args[0]
     assert isinstance(weight, Node)
     infer.pin_all(weight, "{who} scales its rows in place (max_norm)")
@@ -255,7 +255,7 @@ def embedding_renorm(infer: Inference, node: Node) -> Value:
 
 
 def _chosen_rows(infer: Inference, node: Node, weight: Node) -> Expr:
-    """The dim of the rows of a table, of which the input chooses some."""
+    """Pin the rows of a table, which the input chooses, and return its other dim."""
     table, dim = infer.dims(weight)
     infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
     infer.write(dim, node, weight, 1)
@@ -264,7 +264,7 @@ def _chosen_rows(infer: Inference, node: Node, weight: Node) -> Expr:
 
 @rule("aten.embedding_bag", zero=of_operand(0))
 def embedding_bag(infer: Inference, node: Node) -> Value:
-    """Sums, means or maxima of such rows; the other results count rows."""
+    """Sums, means or maxima of a table's rows; the other results are counts of rows."""
     weight = node.args[0]
     assert isinstance(weight, Node)
     dim = _chosen_rows(infer, node, weight)
@@ -330,10 +330,10 @@ def einsum(infer: Inference, node: Node) -> Value:
 
 
 def _products(inputs: list[list[str]], output: list[str]) -> Iterator[set[str]]:
-    """Yield the letters of each product of two matrices that torch makes, from left to right.
+    """Yield the letters of each product of two matrices that torch computes, from left to right.
 
-    A letter that one of the two has alone, and nothing after them, is summed before. Without a
-    letter to sum over, the product is taken number by number, which is no work of this kind.
+    A letter of only one of the two, which occurs nowhere later, is summed before. Without a letter
+    to sum over, the product is elementwise, which is not counted.
     """
     known = {*inputs[0]}
     for number, labels in enumerate(inputs[1:], 2):
@@ -351,7 +351,7 @@ def _apart(
     inputs: list[list[str]],
     output: list[str],
 ) -> set[tuple[Node, str]]:
-    """Shares of kernels: operands with the letter that is not tied to that of the kernels."""
+    """Return the shares of kernels, with the letter that is not tied to that of the kernels."""
     if len(nodes) != 2:
         return set()
     found = set[tuple[Node, str]]()
@@ -364,11 +364,10 @@ def _apart(
 
 
 def spelled_out(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
-    """A letter for each dim of the operands and of the output.
+    """Return a letter for each dim of the operands and of the output.
 
-    The dims that an ellipsis stands for are called 0, 1, … from the last, as they are broadcast.
-    Without an arrow, the output has them, and then the letters that occur once, in their order.
-
+    The dims of an ellipsis are called 0, 1, … from the last, as they are broadcast. Without an
+    arrow, the output has them, and then the letters that occur once, in alphabetical order.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     texts = left.split(",")
@@ -381,7 +380,7 @@ def spelled_out(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[
 
 
 def _letters(text: str, width: int) -> list[str]:
-    """The letters of one operand, whose ellipsis stands for so many dims."""
+    """Return the letters of one operand, whose ellipsis has ``width`` dims."""
     before, dots, after = text.partition("...")
     return [*before, *(str(n) for n in reversed(range(width if dots else 0))), *after]
 

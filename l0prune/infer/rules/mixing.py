@@ -1,9 +1,9 @@
-"""Kernels that the input mixes: what contracts them with their shares is the weight of a layer.
+"""Kernels that the input mixes: their contraction with shares is the weight of a layer.
 
-Dynamic convolutions (Yang et al. 2019, Chen et al. 2020) have several kernels, of which attention
-says the share of each. Shares that a softmax has normalised depend on one another, so that all of
-them stay. The kernels are an axis all the same: of those that are closed nothing is read, and
-where the two meet the export picks the shares of those that are left.
+Dynamic convolutions (Yang et al. 2019, Chen et al. 2020) have several kernels, and attention gives
+the share of each. Shares that a softmax has normalised depend on one another, so that all of
+them stay. The kernels are an axis all the same: closed ones are not read, and where the two meet
+the export picks the shares of the kept ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def shares_in(
 
 
 def _place(infer: Inference, node: Node, dim: int) -> Place | None:
-    """Return the parameter and its dim that a dim is, however those after it are regrouped."""
+    """Return the parameter and its dim that a dim is, with any regrouping of later dims."""
     while operator_name(node.target) in RESHAPES:
         source = node.args[0]
         before, after = (shape_of(each) or [] for each in (source, node))  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def _place(infer: Inference, node: Node, dim: int) -> Place | None:
 
 
 def _makes_a_weight(node: Node) -> bool:
-    """Return whether a layer has the result for its weight or bias."""
+    """Return whether a layer uses the result as its weight or bias."""
     seen = [node]
     for top in seen:
         for user in top.users:

@@ -1,6 +1,6 @@
-"""Data movement: reshapes, permutations, broadcasts; and tensors that are made in forward.
+"""Data movement: reshapes, permutations, broadcasts; and tensors that a forward creates.
 
-Values travel, slots keep their identity.
+Values move, slots keep their identity.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def source(node: Node) -> Node:
-    """The tensor that is moved."""
+    """Return the first operand, the tensor that is moved."""
     operand = node.args[0]
     assert isinstance(operand, Node)
     return operand
@@ -37,7 +37,7 @@ def source(node: Node) -> Node:
 
 @rule(*IDENTITIES, zero=each)
 def identity(infer: Inference, node: Node) -> Value:
-    """A tensor in another place, type or memory layout, or one that is shaped like it."""
+    """A tensor on another device, of another dtype or memory format, or one of its shape."""
     return infer.dims(source(node))
 
 
@@ -49,7 +49,7 @@ def reshape(infer: Inference, node: Node) -> Value:
 
 @rule("aten.squeeze", "aten.unsqueeze", "aten.squeeze_", "aten.unsqueeze_", zero=each)
 def squeeze(infer: Inference, node: Node) -> Value:
-    """Dims of size one come or go; the order of the others stays."""
+    """Dims of size one are added or removed; the order of the others stays."""
     dims = [dim for dim in infer.dims(source(node)) if dim.size != 1]
     return tuple(dims.pop(0) if size != 1 else Const(1) for size in shape_of(node) or [])
 
@@ -63,7 +63,7 @@ def permute(infer: Inference, node: Node) -> Value:
 
 @rule("aten.expand_as", zero=of_operand(0))
 def expand_as(infer: Inference, node: Node) -> Value:
-    """Stretched dims are as long as the other tensor's, whatever is cut from it."""
+    """Expansion to the shape of another tensor: expanded dims are cut with that tensor's."""
     dims, other = infer.dims(source(node)), infer.dims(node.args[1])  # type: ignore[arg-type]
     new = len(other) - len(dims)
     return (
@@ -74,7 +74,7 @@ def expand_as(infer: Inference, node: Node) -> Value:
 
 @rule("aten.expand", "aten.broadcast_to", zero=of_operand(0))
 def expand(infer: Inference, node: Node) -> Value:
-    """New or stretched dims are copies, the others stay."""
+    """Expansion to given sizes: new or expanded dims are copies, the others stay."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
     pairs = zip(padded, shape, strict=True)
@@ -82,10 +82,10 @@ def expand(infer: Inference, node: Node) -> Value:
 
 
 def _copies(infer: Inference, node: Node, count: int) -> Expr:
-    """The slots of a dim of one that is stretched.
+    """Return the dim to which a dim of size one is expanded.
 
-    A stored filter that is stretched over channels has as many copies as there are channels left,
-    and so has an index or a mask; copies of a result stay as many as they are.
+    A stored filter that is expanded over channels has as many copies as channels are kept, and so
+    has an index or a mask; the number of copies of a result does not change.
     """
     dtype = dtype_of(node)
     is_counted = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
@@ -153,7 +153,7 @@ def channel_shuffle(infer: Inference, node: Node) -> Value:
 
 @rule("aten.meshgrid", "aten.broadcast_tensors")
 def many(infer: Inference, node: Node) -> Value:
-    """Several tensors stretched over one another: nothing in them is cut."""
+    """Several tensors broadcast against one another: nothing in them is cut."""
     for operand in node.all_input_nodes:
         infer.pin_all(operand, f"{node.target} stretches it")
     return infer.opaque(node, "a stretched tensor")
@@ -163,16 +163,16 @@ def _always(node: Node, operands: Sequence[bool | None]) -> bool:
     return True
 
 
-# Tensors whose entries are all alike can be made as large as what they meet turns out to be.
+# Tensors of equal entries can be created at the size of any dim that they meet.
 _ALIKE = "ones new_ones full new_full empty new_empty"
 _ZEROS = "zeros new_zeros"
-# Each slot has an entry of its own, known beforehand: an export picks those of the slots that stay.
+# Each slot has one entry, known beforehand: an export picks the entries of the kept slots.
 PATTERNS = tuple(f"aten.{name}" for name in ("arange", "linspace", "logspace", "eye"))
 _MADE = "tril_indices triu_indices rand randn scalar_tensor tensor"
 
 
 def alike(infer: Inference, node: Node) -> Value:
-    """A tensor of equal entries: each dim is whatever it meets."""
+    """A tensor of equal entries: each dim is a new variable, free to match any dim."""
     return tuple(infer.solver.fresh(size) for size in shape_of(node) or [])
 
 
@@ -182,13 +182,13 @@ rule(*(f"aten.{name}" for name in _ZEROS.split()), zero=_always)(alike)
 
 @rule(*PATTERNS)
 def pattern(infer: Inference, node: Node) -> Value:
-    """A tensor of known entries: each dim is whatever it meets, unless an input says how long."""
+    """A tensor of known entries: each dim is a new variable, unless an input gives its size."""
     return made(infer, node) if node.all_input_nodes else alike(infer, node)
 
 
 @rule(*(f"aten.{name}" for name in _MADE.split()))
 def made(infer: Inference, node: Node) -> Value:
-    """A tensor of other entries: what it meets keeps its size."""
+    """A tensor of other entries: dims that meet it keep their size."""
     return infer.opaque(node, "a tensor made inside forward")
 
 
@@ -198,13 +198,13 @@ rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(identity)
 
 @rule("aten.one_hot")
 def one_hot(infer: Inference, node: Node) -> Value:
-    """A code for each index: a new last dim, one position for each value."""
+    """A one-hot code for each index, along a new last dim."""
     return (*infer.dims(source(node)), Const((shape_of(node) or [0])[-1], "a one-hot code"))
 
 
 @rule("wrap_with_autocast")
 def under_autocast(infer: Inference, node: Node) -> Value:
-    """Under autocast something in it does more than cast its operands: it stays as it is."""
+    """A region under autocast that does more than cast its operands, which therefore stay whole."""
     why = "it runs under torch.autocast, where an operator does more than cast what it is given"
     for operand in node.all_input_nodes:
         infer.pin_all(operand, why)

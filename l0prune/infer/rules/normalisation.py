@@ -1,4 +1,4 @@
-"""Normalisation: per channel it carries, over channels it mixes."""
+"""Normalisation: the channel axis is carried, or read where statistics go over channels."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
 def batch_norm(infer: Inference, node: Node) -> Value:
-    """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
+    """Statistics per channel: scale, shift, mean and variance carry the axis.
 
-    Where they are those of the values themselves, all positions of a channel count; but those of
-    a weight can be taken before it is cut.
+    Where they are statistics of the input, all positions of a channel count; but those of a
+    weight can be taken before it is cut.
     """
     dims = infer.dims(source(node))
     if takes_own_statistics(node) and not infer.is_parameter(weight_behind(node)):
@@ -76,7 +76,7 @@ def _read_without_weight(infer: Inference, node: Node, *affine_names: str) -> Va
 
 
 def _tied_to_affine(infer: Inference, node: Node, *names: str) -> tuple[Expr, ...]:
-    """The last dims, over which a norm goes, tied to those of its scale and shift."""
+    """Tie the last dims, over which a norm goes, to those of scale and shift; return them."""
     over = infer.dims(source(node))[-len(node.args[1]) :]  # type: ignore[arg-type]
     for number, name in enumerate(names, start=2):
         operand = argument(node, number, name)
@@ -88,9 +88,9 @@ def _tied_to_affine(infer: Inference, node: Node, *names: str) -> tuple[Expr, ..
 
 @rule("aten.group_norm", zero=affine(2))
 def group_norm(infer: Inference, node: Node) -> Value:
-    """Statistics over each group of channels on its own: groups go as a whole or stay.
+    """Statistics over each group of channels: only whole groups can be cut.
 
-    One group is a LayerNorm over channels and positions: any of its channels may go.
+    One group is a LayerNorm over channels and positions: any of its channels can be cut.
     """
     dims = infer.dims(source(node))
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
@@ -117,7 +117,7 @@ def softmax(infer: Inference, node: Node) -> Value:
 
 
 def _where_norms_are_zero(node: Node, operands: Sequence[bool | None]) -> bool | float:
-    """``g·v/‖v‖`` is zero where g is, and where v is, but not all of a slice: 0/0 is no number."""
+    """``g·v/‖v‖`` is zero where g is, and where v is, but not all of a slice: 0/0 is nan."""
     v, g = operands
     if v is True and g is not None:
         return nan
@@ -126,10 +126,10 @@ def _where_norms_are_zero(node: Node, operands: Sequence[bool | None]) -> bool |
 
 @rule("aten._weight_norm", zero=_where_norms_are_zero)
 def weight_norm(infer: Inference, node: Node) -> Value:
-    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries.
+    """``g·v/‖v‖`` with a norm for each slice along one dim, which is carried.
 
-    The others do, too, where the norms can be taken before they are cut. One norm of all of v is
-    that of what is left where v is zero elsewhere.
+    The others are, too, where the norms can be taken before they are cut. One norm of all of v is
+    that of the kept slots where v is zero at the others.
     """
     v, g = operands(node, 2)
     own = norm_dim(node)
@@ -146,13 +146,13 @@ def weight_norm(infer: Inference, node: Node) -> Value:
 
 @rule("aten.local_response_norm")
 def local_response_norm(infer: Inference, node: Node) -> Value:
-    """Neighbouring channels mix."""
+    """A norm over neighbouring channels, which therefore stay whole."""
     infer.solver.pin(infer.dims(source(node))[1], "neighbouring channels are mixed")
     return infer.dims(source(node))
 
 
 @rule("aten.normalize", "aten.renorm")
 def over_all(infer: Inference, node: Node) -> Value:
-    """Scaled by a norm over some of its dims."""
+    """A tensor scaled by a norm over some of its dims, all of which stay whole."""
     infer.pin_all(source(node), "a norm is taken over it")
     return infer.opaque(node, f"a normalised tensor of {len(shape_of(node) or [])} dims")

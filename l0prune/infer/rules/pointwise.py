@@ -44,11 +44,11 @@ def pointwise(infer: Inference, node: Node) -> Value:
 
 @dataclass(frozen=True)
 class _Operand:
-    """A tensor that an operator is given.
+    """A tensor operand of an operator.
 
     Attributes:
-        dtype: of its numbers.
-        number: what they all are; None where they may be anything.
+        dtype: of the tensor.
+        number: the value of all its entries; None where it is unknown.
     """
 
     dtype: torch.dtype
@@ -66,12 +66,12 @@ class _Call:
 
 
 def tried(node: Node, at: Mapping[Node, float]) -> float | None:
-    """Run the operator on operands that are ``at`` these numbers, and return its one number.
+    """Run the operator on constant operands ``at`` these numbers; return its constant result.
 
-    It runs on a few numbers, with the node's own settings, and anything for the other operands.
+    It runs on small tensors, with the node's settings, and random numbers for the other operands.
     So ``masked_fill(x, mask, 0)`` keeps zeros, and with a 1 it does not; a clamp to (0, 6) does, to
-    (0.2, 1) gives 0.2; zero by zero is nan. A number from which no finite gradient leads back, such
-    as the root of zero, is nan, too: no network learns with it. None if it is no single number.
+    (0.2, 1) gives 0.2; zero by zero is nan. A result without a finite gradient, such as the root of
+    zero, is nan, too: no network learns with it. None if the result is not constant.
     """
 
     def operand(of: Node) -> Any:
@@ -107,7 +107,7 @@ def _tried(call: _Call) -> float | None:
 
 
 def _one_number(result: Any, leaves: Sequence[Tensor]) -> float | None:
-    """The number that all of the result is; nan where some are none, or without a gradient."""
+    """Return a result's constant value; None if it varies, nan if it or a gradient is undefined."""
     if not isinstance(result, Tensor):
         return None
     first = result.detach().flatten()[0].item()
@@ -128,14 +128,14 @@ def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
 
 
 def _numbers(operand: _Operand, generator: torch.Generator) -> Tensor:
-    """Numbers of an operand's dtype: all the same where it is known."""
+    """Return a tensor of an operand's dtype, with its number where it is known, else random."""
     drawn = torch.randn(8, 8, generator=generator) * 3
     if operand.number is not None:
         return torch.full((8, 8), operand.number, dtype=operand.dtype)
     return (drawn > 0) if operand.dtype == torch.bool else drawn.to(operand.dtype)
 
 
-# Elementwise operators are found by torch's tag for them; these are, and carry none.
+# Elementwise operators without torch's tag, by which others are found.
 _UNTAGGED = (
     "dropout alpha_dropout feature_dropout feature_alpha_dropout multiply true_divide subtract "
     "rrelu selu relu6 celu hardswish mish silu tanhshrink softsign masked_fill where lerp "
@@ -144,7 +144,7 @@ _UNTAGGED = (
 rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
 
 
-# It leaves nothing of what was there before.
+# The former values of the target do not matter.
 rule("aten.copy_", zero=of_operand(1))(pointwise)
 
 
@@ -165,9 +165,9 @@ rule("aten.fake_quantize_per_tensor_affine", zero=zero_when_tried)(pointwise)
 
 
 def _on_the_grid(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Zero stays where the grid has a point there: where the zero point is a whole number.
+    """Zero stays zero where the grid has a point there: where the zero point is a whole number.
 
-    torch wants such a one among the grid's points, and rounds one that is learned.
+    torch requires a whole one to be among the grid's points, and rounds a learned one.
     """
     point = node.args[2]
     value = point.meta.get("val") if isinstance(point, Node) else None
@@ -178,7 +178,7 @@ def _on_the_grid(node: Node, operands: Sequence[bool | None]) -> bool:
 
 @rule("aten.fake_quantize_per_channel_affine", _LEARNED, zero=_on_the_grid)
 def by_channel(infer: Inference, node: Node) -> Value:
-    """Each slot of one dim has a grid of its own."""
+    """Per-channel fake quantization: scale and zero point share the axis of dim ``axis``."""
     axis = int(argument(node, 3, "axis"))
     dims = infer.dims(source(node))
     for grid in node.args[1:3]:

@@ -36,7 +36,7 @@ _MODES = ("nearest", "bilinear", "bicubic", "linear", "trilinear", "_nearest_exa
     zero=each,
 )
 def pool(infer: Inference, node: Node) -> Value:
-    """Windows over the spatial dims of each channel on its own."""
+    """Windows over the spatial dims of each channel."""
     dims = infer.dims(source(node))
     value = node.meta["val"]
     shape = shape_of(node) if isinstance(value, Tensor) else list(value[0].shape)
@@ -52,7 +52,7 @@ def pool(infer: Inference, node: Node) -> Value:
 
 @rule("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d", zero=each)
 def grid_sampler(infer: Inference, node: Node) -> Value:
-    """Each channel read at the places that a grid names."""
+    """Each channel sampled at the positions of a grid."""
     x, grid = operands(node, 2)
     batch, channel, *spatial = infer.dims(x)
     of_grid, *positions = infer.dims(grid)
@@ -68,7 +68,7 @@ _WINDOWS = "it is cut into sliding windows"
 
 @rule("aten.unfold", zero=each)
 def unfold(infer: Inference, node: Node) -> Value:
-    """Windows over one dim: their number takes its place, their length comes last."""
+    """Windows over one dim, which becomes their number; their length is a new last dim."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
     infer.solver.pin(dims[dim], _WINDOWS)
@@ -89,7 +89,7 @@ def im2col(infer: Inference, node: Node) -> Value:
 
 @rule("aten.col2im", zero=each)
 def col2im(infer: Inference, node: Node) -> Value:
-    """``(…, c × places in a window, windows)`` to ``(…, c, h, w)``, where windows overlap added."""
+    """``(…, c × places in a window, windows)`` to ``(…, c, h, w)``, with overlaps summed."""
     *batch, columns, windows = infer.dims(source(node))
     channels, height, width = (shape_of(node) or [])[-3:]
     channel, inside = infer.solver.factor(columns, channels)
@@ -102,7 +102,7 @@ def col2im(infer: Inference, node: Node) -> Value:
 _KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 _PARTS = "it is pairs of real and imaginary parts"
 
-# Of one number each, but without torch's tag for it.
+# Elementwise, but without torch's tag.
 rule("aten.complex", "aten.polar", zero=zero_when_tried)(pointwise)
 rule("aten.real", "aten.imag", "aten._conj", "aten.conj", zero=each)(pointwise)
 
@@ -131,7 +131,7 @@ def _transformed(node: Node, rank: int) -> list[int]:
 
 @rule("aten.fft_fftshift", "aten.fft_ifftshift", zero=each)
 def shift(infer: Inference, node: Node) -> Value:
-    """Rolled by half of its size, which a cut would change."""
+    """A roll by half of the size, which a cut would change."""
     dims = infer.dims(source(node))
     named: Any = argument(node, 1, "dim")
     over = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
@@ -142,7 +142,7 @@ def shift(infer: Inference, node: Node) -> Value:
 
 @rule("aten.view_as_complex", zero=each)
 def as_complex(infer: Inference, node: Node) -> Value:
-    """The last dim, of two parts, becomes one number."""
+    """Complex numbers from a last dim of real and imaginary parts."""
     *dims, parts = infer.dims(source(node))
     infer.solver.pin(parts, _PARTS)
     return tuple(dims)

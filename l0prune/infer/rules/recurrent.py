@@ -23,7 +23,7 @@ class _Weights:
 
     Attributes:
         inputs: of its inputs, shape (gates × units, inputs).
-        hidden: of its own last output, shape (gates × units, outputs).
+        hidden: of its previous output, shape (gates × units, outputs).
         biases: of shape (gates × units), two or none.
         projection: from units to outputs, where they differ: shape (outputs, units).
     """
@@ -35,26 +35,26 @@ class _Weights:
 
     @property
     def rows(self) -> tuple[Node, ...]:
-        """All that have one row for each gate of each unit."""
+        """Weights and biases with one row for each gate of each unit."""
         return (self.inputs, self.hidden, *self.biases)
 
 
 @dataclass(frozen=True)
 class _Units:
-    """The hidden units of a layer, and what it gives out: the same, or projections of them."""
+    """The hidden units of a layer, and its outputs: the same, or projections of them."""
 
     cell: Expr
     output: Expr
 
     @staticmethod
     def of(infer: Inference, weights: _Weights) -> _Units:
-        """Fresh ones, as many as the weights have, called after the module."""
+        """Return new units, as many as the weights have, named after the module."""
         place = infer.place(weights.inputs, 0)
         owner = place[0].rpartition(".")[0] if place else ""
         output = cell = infer.solver.fresh(_size(weights.hidden, 1))
         if weights.projection is not None:
             cell = infer.solver.fresh(_size(weights.projection, 1))
-            infer.wider.append((cell, output))  # torch sees by the sizes that there is a projection
+            infer.wider.append((cell, output))  # torch detects a projection by the sizes
         if owner:
             infer.name(cell, owner)
             infer.name(output, f"{owner}.projection")
@@ -74,7 +74,7 @@ def _in_weights(node: Node) -> list[Node]:
 
 
 def _at_rest(node: Node, operands: Sequence[bool | None]) -> bool:
-    """A unit that begins with zero stays there if its rows of all weights and biases are zero.
+    """A unit with initial state zero stays zero if its rows of all weights and biases are zero.
 
     An LSTM adds ``i · tanh(0)`` to ``f · 0``, and a GRU takes a mean of ``tanh(0)`` and 0.
     """
@@ -86,11 +86,11 @@ def _at_rest(node: Node, operands: Sequence[bool | None]) -> bool:
 
 @rule("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu", zero=_at_rest)
 def recurrent(infer: Inference, node: Node) -> Value:
-    """Layers on layers, in one direction or two: all of them keep the same hidden units.
+    """Stacked layers, in one direction or two: all of them keep the same hidden units.
 
-    One size is all that torch has for the layers and directions of a call, whose final states lie
-    in one tensor. So a slot is unit ``j`` of each of them: it dies where no layer's ``weight_hh``
-    and no reader of an output wants it.
+    torch has one size for all layers and directions of a call, whose final states are in one
+    tensor. So a slot is unit ``j`` of each of them: it dies where no layer's ``weight_hh`` and no
+    reader of an output reads it.
     """
     x, state = node.args[:2]
     assert isinstance(x, Node)
@@ -139,7 +139,7 @@ def _step(
     units: _Units,
     before: Sequence[Expr],
 ) -> None:
-    """Tie, read, write and count what one direction of one layer does.
+    """Record the ties, reads, writes and work of one direction of one layer.
 
     ``x`` has the input; it is the call itself where that is the output of the layer below.
     """
@@ -168,7 +168,7 @@ _CELLS = ("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_rel
 
 @rule(*_CELLS, zero=_at_rest)
 def cell(infer: Inference, node: Node) -> Value:
-    """One step of one layer: its state comes in and goes out."""
+    """One step of one layer, from its state to the next one."""
     x, state = node.args[:2]
     assert isinstance(x, Node)
     inputs, hidden, *biases = _in_weights(node)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
-# Slots that are gone and all had one value are made up for (infer/rewrites/statistics.py).
+# An export compensates for removed slots that all had one value (infer/rewrites/statistics.py).
 TELLING = tuple(f"aten.{name}" for name in ("sum", "mean", "var", "std", "var_mean", "std_mean"))
 
 
@@ -32,7 +32,7 @@ def reduced_dims(dims: Any, rank: int) -> list[int]:
 
 
 def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
-    """The operand's dims without the reduced ones, or with ones in their place."""
+    """Return the operand's dims without the reduced ones, or with size 1 for each of them."""
     dims = infer.dims(source(node))
     value = node.meta["val"]
     first = value if isinstance(value, Tensor) else value[0]
@@ -49,13 +49,13 @@ def total(infer: Inference, node: Node) -> Value:
 
 @rule("aten.mean", zero=each)
 def mean(infer: Inference, node: Node) -> Value:
-    """A sum by a constant: the export keeps the divisor that the mean had before the cut."""
+    """A sum divided by a constant: the export keeps the divisor from before the cut."""
     return _without_weight(infer, node, argument(node, 1, "dim"), "a mean is taken over it")
 
 
 @rule("aten.linalg_vector_norm", "aten.norm", "aten.linalg_norm", zero=each)
 def norm(infer: Inference, node: Node) -> Value:
-    """A norm of zeros and others is that of the others, save where zeros are the smallest."""
+    """A norm, which reads its dims without weights where zeros do not change it, else pins them."""
     dim = argument(node, 2, "dim")
     if _ignores_zeros(node, dim):
         return _without_weight(infer, node, dim, "a norm is taken over it")
@@ -82,7 +82,7 @@ def _without_weight(infer: Inference, node: Node, dim: Any, why: str = "") -> Va
 @rule("aten.amax", "aten.amin", "aten.prod", zero=each)
 @rule("aten.logsumexp")
 def extreme(infer: Inference, node: Node) -> Value:
-    """A reduction in which every slot counts."""
+    """A reduction that zeros can change: its dims stay whole."""
     return _over(infer, node, argument(node, 1, "dim"))
 
 
@@ -95,14 +95,14 @@ def _over(infer: Inference, node: Node, dim: Any) -> Value:
 
 
 def _rootlike(node: Node, operands: Sequence[bool | None]) -> float | bool:
-    """Zero where the operand is, but with 0/0 for a gradient."""
+    """Nan where the operand is zero: the output is zero there, but its gradient is 0/0."""
     return nan if each(node, operands) else False
 
 
 @rule("aten.var", "aten.var_mean", zero=each)
 @rule("aten.std", "aten.std_mean", zero=_rootlike)
 def variance(infer: Inference, node: Node) -> Value:
-    """Variance or deviation: each zero adds the square of the mean to it."""
+    """Variance or standard deviation: each zero adds the squared mean to the sum of squares."""
     dims = infer.dims(source(node))
     reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
     why = f"{operator_name(node.target)} goes over it"
@@ -132,14 +132,14 @@ def statistic(infer: Inference, node: Node) -> Value:
     return kept if isinstance(value, Tensor) else [kept for _ in value]
 
 
-# Which argument names the dim, for operators that put the slots of one in order.
+# Position of the dim argument of operators that compare the slots of one dim.
 _ORDERED = {"sort": 1, "argsort": 1, "msort": 9, "topk": 2, "kthvalue": 2, "median": 1}
 _ORDERED |= {"nanmedian": 1, "mode": 1, "cummax": 1, "cummin": 1}
 
 
 @rule(*(f"aten.{name}" for name in _ORDERED))
 def ordered(infer: Inference, node: Node) -> Value:
-    """The slots of one dim by their values: that dim stays whole, the others are carried."""
+    """The slots of one dim ordered by value: that dim stays whole, the others are carried."""
     name, dims = operator_name(node.target), infer.dims(source(node))
     last = -1 if name.split(".")[-1] in ("sort", "argsort", "topk", "kthvalue", "mode") else None
     dim = argument(node, _ORDERED[name.removeprefix("aten.")], "dim", last)

@@ -1,4 +1,4 @@
-"""Operators that cut apart and put together: cat, split, slice, select, pad, index."""
+"""Operators that split and join tensors: cat, split, slice, select, pad, index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
-_MOST = 1 << 16  # entries of a value that is looked at, at most
+_MOST = 1 << 16  # most entries of a value that is computed here
 
 
 def known_positions(captured: Captured, index: Node, size: int) -> tuple[int, ...] | None:
@@ -54,7 +54,7 @@ def known_positions(captured: Captured, index: Node, size: int) -> tuple[int, ..
 
 
 def _value(captured: Captured, node: Node) -> Tensor | None:
-    """The tensor that a node always is."""
+    """Return the tensor of a node if it is the same in each run, else None."""
     if any(_is_written(user, node) for user in node.users):
         return None
     if node.op == "placeholder":
@@ -69,14 +69,14 @@ def _value(captured: Captured, node: Node) -> Tensor | None:
         with torch.no_grad(), torch.device("cpu"):
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             result = target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-    except Exception:  # whatever does not run alone is not known
+    except Exception:  # a call that does not run by itself is not known
         return None
     is_small = isinstance(result, Tensor) and result.numel() <= _MOST
     return result if is_small and not result.is_meta else None
 
 
 def _stored(captured: Captured, node: Node) -> Tensor | None:
-    """A buffer or constant as it is stored; no parameter, since those learn."""
+    """Return a stored buffer or constant; None for parameters, which are trained."""
     signature, program = captured.program.graph_signature, captured.program
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     name = names.get(node.name)
@@ -133,7 +133,7 @@ def _tie(infer: Inference, dims: list[Expr]) -> None:
 
 @rule(*SPLITS, "aten.unbind", zero=each)
 def split(infer: Inference, node: Node) -> Value:
-    """A dim in pieces, as long as the example's pieces were."""
+    """Pieces of a dim, with the sizes that they have on the example."""
     pieces = node.meta["val"]
     dims = infer.dims(source(node))
     is_unbind = "unbind" in str(node.target)
@@ -202,7 +202,7 @@ def select(infer: Inference, node: Node) -> Value:
 
 
 def _padded(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Padding with anything but zeros puts values where there were none."""
+    """Zero where the operand is and the padding is zero, too."""
     position = 2 if "constant_pad_nd" in str(node.target) else 3
     return each(node, operands) and not argument(node, position, "value")
 
@@ -240,7 +240,7 @@ def flip(infer: Inference, node: Node) -> Value:
 
 @rule("aten.roll", zero=each)
 def roll(infer: Inference, node: Node) -> Value:
-    """The last slots of some dims come first."""
+    """Slots of some dims in cyclic shift."""
     dims = list(infer.dims(source(node)))
     shifts, named = node.args[1], argument(node, 2, "dims")
     if not named:
@@ -254,7 +254,7 @@ def roll(infer: Inference, node: Node) -> Value:
 
 @rule("aten.index", zero=each)
 def index(infer: Inference, node: Node) -> Value:
-    """Positions chosen by index tensors: by a constant one slots move, else dims stay whole."""
+    """Positions chosen by index tensors: one constant index picks slots, others pin the dims."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     chosen = list(node.args[1])  # type: ignore[arg-type]
     given = [position for position, i in enumerate(chosen) if i is not None]
@@ -270,9 +270,9 @@ def index(infer: Inference, node: Node) -> Value:
 def _indexed(
     infer: Inference, dims: Sequence[Expr], chosen: Sequence[Node | None]
 ) -> tuple[list[int], int]:
-    """Pin the dims from which index tensors choose: which they are, and where what is chosen goes.
+    """Pin the indexed dims; return their numbers, and where the chosen positions are inserted.
 
-    A mask is for as many dims as it has.
+    A mask indexes as many dims as it has.
     """
     indexed: list[int] = []
     position = 0
@@ -290,13 +290,13 @@ def _indexed(
 
 
 def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
-    """A dim of which a constant index picks slots, in any order; None if that is not known."""
+    """Return the slots of a dim that a constant index picks; None if the index is not known."""
     whole = infer.dims(source(node))[dim]
     if isinstance(whole, Const) or not isinstance(index, Node):
         return None
     positions = known_positions(infer.captured, index, whole.size)
     if positions is None or (infer.is_weight(source(node)) and len(positions) > whole.size):
-        return None  # the rows of a table, as of positions relative to each other, are no slots
+        return None  # the rows of a table, such as one of relative positions, are no slots
     infer.pin_all(index, "it is used as an index")
     infer.picks[node.name] = positions
     if len(positions) == 1:  # a dim of one says nothing of its slots where it is stretched
@@ -305,7 +305,7 @@ def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
 
 
 def _put(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Zero where both what is written to and what is written are, whatever index says where."""
+    """Zero where both the target and the written values are, for any index."""
     known = dict(zip(node.all_input_nodes, operands, strict=True))
     given = arguments(node)
     value = next(given[name] for name in ("src", "value", "source", "values") if name in given)
@@ -318,7 +318,7 @@ _SCATTERED = "values decide which positions it is scattered to or from"
 
 @rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", zero=_put)
 def scatter(infer: Inference, node: Node) -> Value:
-    """Values put into one dim where an index says, elsewhere at their own places: dims are tied."""
+    """Values written along one dim at positions of an index; the other dims are tied."""
     given = arguments(node)
     operands = [given["self"], given["index"], given.get("src")]
     dims, *others = (infer.dims(each) for each in operands if isinstance(each, Node))
@@ -334,9 +334,9 @@ def scatter(infer: Inference, node: Node) -> Value:
 
 @rule("aten.masked_scatter", zero=_put)
 def masked_scatter(infer: Inference, node: Node) -> Value:
-    """Values put, in their order, where a mask is true.
+    """Values written, in order, where a mask is true.
 
-    Last dims along which the mask is the same are put as they are: a token with all its channels.
+    Last dims along which the mask is constant are tied: a token is written with all its channels.
     """
     x, mask, values = _nodes(node.args[:3])
     if shape_of(node) != shape_of(x):
@@ -369,7 +369,7 @@ def _is_same(node: Node, back: int) -> bool:
 
 @rule("aten.index_put", zero=_put)
 def index_put(infer: Inference, node: Node) -> Value:
-    """Values put at positions of some dims that index tensors choose; the other dims are tied."""
+    """Values written at positions of dims that index tensors choose; later dims are tied."""
     given = arguments(node)
     dims = infer.dims(given["self"])
     indexed, place = _indexed(infer, dims, given["indices"])
@@ -387,7 +387,7 @@ def index_put(infer: Inference, node: Node) -> Value:
 
 @rule("aten.gather", "aten.take_along_dim", zero=of_operand(0))
 def gather(infer: Inference, node: Node) -> Value:
-    """Positions of one dim chosen by values; along the others each has its own: dims are tied."""
+    """Positions of one dim chosen by an index; the other dims are tied to those of the index."""
     given = arguments(node)
     index, dim = given["index" if "index" in given else "indices"], given["dim"]
     why = "its positions are chosen by an index tensor"
@@ -405,7 +405,7 @@ def gather(infer: Inference, node: Node) -> Value:
             out.append(other if one.size == 1 else one)
             if other.size > 1 < one.size:
                 infer.solver.unify(one, other)
-        else:  # the first positions, of which those that are cut would make others
+        else:  # the first positions are taken, which a cut would change
             infer.solver.pin(one, why)
             infer.solver.pin(other, why)
             out.append(other)
@@ -414,7 +414,7 @@ def gather(infer: Inference, node: Node) -> Value:
 
 @rule("aten.index_select", zero=each)
 def index_select(infer: Inference, node: Node) -> Value:
-    """Positions of one dim chosen by values, the same everywhere."""
+    """Positions of one dim chosen by an index vector."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
     picked = _picked(infer, node, dim, node.args[2])
@@ -429,7 +429,7 @@ def index_select(infer: Inference, node: Node) -> Value:
 
 @rule("aten.index_add", "aten.index_copy", zero=each)
 def index_add(infer: Inference, node: Node) -> Value:
-    """Slices of one dim are added or put where an index says; the other dims are tied."""
+    """Slices added or written along one dim at positions of an index; the other dims are tied."""
     target, dim, index, given = node.args[:4]
     assert isinstance(target, Node)
     assert isinstance(index, Node)
@@ -457,7 +457,7 @@ def glu(infer: Inference, node: Node) -> Value:
 
 @rule("aten.tril", "aten.triu", zero=each)
 def triangle(infer: Inference, node: Node) -> Value:
-    """One side of a diagonal: positions in the last two dims have a meaning."""
+    """One side of a diagonal of the last two dims, which therefore stay whole."""
     dims = infer.dims(source(node))
     for dim in dims[-2:]:
         infer.solver.pin(dim, "a triangle of it is taken")

@@ -1,1 +1,1 @@
-"""The page: one file of HTML, from the content of a report alone."""
+"""Page of a report: a single HTML file, rendered from the report's content alone."""

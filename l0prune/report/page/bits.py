@@ -1,4 +1,4 @@
-"""Picture of the bits that were learned: two bars for each layer."""
+"""Picture of learned bits: two bars for each layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 from l0prune.report.content import LayerBits
 from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 
-_BAR, _GAP, _ROOM = 11, 3, 34  # pixels: of a bar, between two, and for the number after it
+_BAR, _GAP, _ROOM = 11, 3, 34  # pixels: height of a bar, gap between two, space for the number
 
 
 def bits_by_layer(layers: Sequence[LayerBits], width: int) -> Markup:

@@ -1,4 +1,4 @@
-"""The certificate as a picture: each comparison a dot, on a log scale, beside its tolerance."""
+"""Picture of the certificate: errors as dots on a log scale, beside their tolerance."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Scale = Callable[[float], float]
 _TOP, _BOTTOM = 12, 34
 _ROW, _HEADING, _OUTPUT = 40, 34, 28  # heights
 _INDENT = 14
-_MOST_OUTPUTS = 8  # of one kind of comparison that have a row of their own
-_SMALLEST = 1e-17  # differences of 0 are shown there
+_MOST_OUTPUTS = 8  # rows at most for the outputs of one kind of comparison
+_SMALLEST = 1e-17  # position of differences of 0
 WHAT = {
     "graph": "captured graph",
     "class": "own class",
@@ -34,14 +34,14 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the picture; without dots it is a heading of those below it.
+    """Row of the picture; without errors a heading of the rows below.
 
     Attributes:
-        name: of what was compared; of an output below a heading.
-        errors: a dot for each.
+        name: kind of comparison; below a heading, the output.
+        errors: errors, a dot for each.
         allowed: the largest tolerance.
         batches: sizes of the batches.
-        heading: what the output belongs to; empty where the row is not below one.
+        heading: heading above the row; empty if there is none.
     """
 
     name: str
@@ -51,19 +51,19 @@ class Row:
     heading: str = ""
 
     def height(self, width: float) -> float:
-        """Height of the line in a picture of this width, in pixels."""
+        """Return the height of the row in a picture of this width, in pixels."""
         if not self.errors:
             return _HEADING
         return _OUTPUT if self.heading and not is_narrow(width) else _ROW
 
     @property
     def said(self) -> str:
-        """The largest error beside what is allowed."""
+        """Largest error and tolerance, in words."""
         return f"{elements.error(max(self.errors))}, allowed {elements.error(self.allowed)}"
 
 
 def certificate(checks: Sequence[Comparison], width: int) -> Markup:
-    """The picture of some comparisons, as wide as this."""
+    """Draw comparisons in a picture of this width."""
     rows = rows_of(checks)
     left, right = (8, width - 12) if is_narrow(width) else (258, width - 190)
     low = floor(log10(min(_shown(error) for row in rows for error in row.errors)))
@@ -83,7 +83,7 @@ def certificate(checks: Sequence[Comparison], width: int) -> Markup:
 
 
 def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    """Comparisons of one kind together, under what they are called."""
+    """Group comparisons by the name of their kind."""
     found: dict[str, list[Comparison]] = {}
     for check in checks:
         of = f"{check.part}: " if check.part else ""
@@ -94,7 +94,7 @@ def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
 
 
 def rows_of(checks: Sequence[Comparison]) -> list[Row]:
-    """A row for each kind of comparison; of several outputs a heading and a row for each."""
+    """Return a row for each kind of comparison; with outputs by name, a heading and their rows."""
     return [row for name, alike in grouped(checks).items() for row in _rows(name, alike)]
 
 
@@ -114,7 +114,7 @@ def _rows(name: str, alike: Sequence[Comparison]) -> Iterator[Row]:
 
 
 def _shortened(errors: dict[str, list[float]]) -> dict[str, list[float]]:
-    """No more outputs than have room: the ones that differ most, and all others together."""
+    """Return errors by output: those that differ most, and all others together as one."""
     if len(errors) <= _MOST_OUTPUTS:
         return errors
     worst = sorted(errors, key=lambda name: -max(errors[name]))[: _MOST_OUTPUTS - 1]

@@ -1,7 +1,4 @@
-"""Elements of SVG and HTML as text, in which everything that is not an element is escaped.
-
-Numbers for people.
-"""
+"""Elements of SVG and HTML as escaped text, and numbers formatted for reading."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ _NARROW = 600
 
 
 def element(name: str, *children: str, **attributes: Attribute) -> Markup:
-    """``<name attribute="…">children</name>``.
+    """Return ``<name attribute="…">children</name>``.
 
     Args:
-        name: of the element.
+        name: name of the element.
         *children: elements, or text.
         **attributes: ``class_`` is ``class``, and ``text_anchor`` is ``text-anchor``. Those that
             are None are left out.
@@ -37,17 +34,17 @@ def element(name: str, *children: str, **attributes: Attribute) -> Markup:
 
 
 def text(x: float, y: float, content: str, **attributes: Attribute) -> Markup:
-    """A line of text."""
+    """Return a line of text."""
     return element("text", plain(content), x=x, y=y, **attributes)
 
 
 def titled(title: str, *children: str, **attributes: Attribute) -> Markup:
-    """A group that says what it is when one points at it."""
+    """Return a group with a title, which is shown under the mouse pointer."""
     return element("g", element("title", plain(title)), *children, **attributes)
 
 
 def drawing(width: float, height: float, label: str, *children: str) -> Markup:
-    """A picture, which scales to the width that it is given; ``label`` is what is read out."""
+    """Return a picture that scales with its width; screen readers read ``label``."""
     return element(
         "svg",
         element("title", plain(label)),
@@ -64,17 +61,17 @@ def is_narrow(width: float) -> bool:
 
 
 def plain(content: str) -> str:
-    """Text without what turns its direction or cannot be seen."""
+    """Return text with unprintable characters, such as marks of direction, replaced by spaces."""
     return "".join(c if c.isprintable() else " " for c in content)
 
 
 def short(name: str, most: int) -> str:
-    """A name in at most so many letters: the end of a path says most."""
+    """Return the end of a name in at most ``most`` characters: a path's end is most specific."""
     return name if len(name) <= most else _ELLIPSIS + name[len(name) - most + 1 :]
 
 
 def breakable(name: str) -> Markup:
-    """A name that may go on in another line after a dot, rather than anywhere."""
+    """Return a name with possible line breaks after its dots."""
     return Markup(".<wbr>").join(map(escape, name.split(".")))
 
 
@@ -84,12 +81,12 @@ def column(names: Iterable[str]) -> float:
 
 
 def clipped(sentence: str, most: int) -> str:
-    """A sentence in at most so many letters."""
+    """Return the beginning of a sentence in at most ``most`` characters."""
     return sentence if len(sentence) <= most else sentence[: most - 1] + _ELLIPSIS
 
 
 def _number(value: Attribute) -> str:
-    """A number with no more digits than a picture can show."""
+    """Format a coordinate with one decimal at most."""
     if isinstance(value, float):
         return f"{value:.1f}".removesuffix(".0")
     return str(value)
@@ -99,12 +96,12 @@ _UNITS = ("", " k", " M", " G", " T")
 
 
 def count(amount: float) -> str:
-    """All digits: ``13,802``."""
+    """Format a count with all digits: ``13,802``."""
     return f"{round(amount):,}"
 
 
 def change(before: float | None, after: float, *, is_survey: bool = False) -> str:
-    """``160 → 110``; in a survey, ``110 of 160`` can go."""
+    """Format a change: ``160 → 110``; in a survey, ``110 of 160`` (removable)."""
     if before is None:
         return count(after)
     if after in ((0, before) if is_survey else (before,)):
@@ -115,7 +112,7 @@ def change(before: float | None, after: float, *, is_survey: bool = False) -> st
 
 
 def brief(amount: float) -> str:
-    """Three digits: ``13.8 k``."""
+    """Format an amount with three digits: ``13.8 k``."""
     value, units = float(amount), list(_UNITS)
     while abs(value) >= 999.5 and len(units) > 1:
         value /= 1000
@@ -124,7 +121,7 @@ def brief(amount: float) -> str:
 
 
 def size(amount: float) -> str:
-    """Bytes: ``57.4 kB``."""
+    """Format a size in bytes: ``57.4 kB``."""
     value, units = float(amount), ["bytes", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
@@ -133,12 +130,12 @@ def size(amount: float) -> str:
 
 
 def milliseconds(amount: float) -> str:
-    """``12.3 ms``, or µs where it is less than a tenth of one."""
+    """Format milliseconds: ``12.3 ms``, or µs below 0.1 ms."""
     return f"{amount:.3g} ms" if amount >= 0.1 or not amount else f"{1000 * amount:.3g} µs"
 
 
 def duration(seconds: float) -> str:
-    """``48 s``, ``12 min``, ``3 h 20 min``."""
+    """Format a duration: ``48 s``, ``12 min``, ``3 h 20 min``."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
@@ -146,27 +143,27 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``39.1 %``."""
+    """Format a share: ``39.1 %``."""
     return f"{100 * share:.3g} %" if share < 0.9995 or isclose(share, 1) else f"{100 * share:.4g} %"
 
 
 def metric(name: str, value: float) -> str:
-    """A metric as its kind is written."""
+    """Format a metric, in percent if it is a rate."""
     return f"{100 * value:.2f} %" if name in IN_PERCENT else f"{value:.4g}"
 
 
 def error(value: float) -> str:
-    """A difference: ``4.5e-07``."""
+    """Format a difference: ``4.5e-07``."""
     return f"{value:.1e}" if value else "0"
 
 
 def tick(value: float) -> str:
-    """A number at an axis."""
+    """Format a number at an axis of a picture."""
     return f"{value:.4g}" if abs(value) < 10_000 else brief(value)
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Round numbers from ``low`` to ``high``, no more than ``most`` + 1 of them."""
+    """Return round numbers from ``low`` to ``high``, at most ``most`` + 1."""
     span = high - low
     if not span > 0:
         return [low]

@@ -1,4 +1,4 @@
-"""The page as HTML, from the content of a report."""
+"""Page of a report as HTML."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from l0prune.report.page.training import gate_histogram as gates
 from l0prune.report.page.verdict import cards, is_unfinished, verdict
 
 _FOLDER = Path(__file__).parent
-_WIDE, _NARROW = 1000, 360  # pictures are drawn for both: text that is scaled down cannot be read
+_WIDE, _NARROW = 1000, 360  # pictures are drawn for both: scaled-down text would be illegible
 _REFRESH = 20  # seconds
 
 
 def html(content: Content, *, live: bool = False) -> str:
-    """The page; a ``live`` one, of a run that goes on, looks again by itself."""
+    """Render the page; a ``live`` one, of a run that goes on, reloads itself."""
     page = _environment().get_template("page.html")
     return page.render(
         content=content,
@@ -57,7 +57,7 @@ def _commands(content: Content) -> list[str]:
 
 
 def _pictures(content: Content) -> dict[str, Markup]:
-    """Return the pictures of what was recorded, by name."""
+    """Return the pictures of all recorded data, by name."""
     found: dict[str, Markup] = {}
     of_heads = [axis for axis in content.axes if axis.kept is not None]
     for cost in shown_costs(content.runs):
@@ -80,7 +80,7 @@ def _pictures(content: Content) -> dict[str, Markup]:
 
 
 def _shown(training: Training) -> dict[str, Any]:
-    """A training with its pictures and what the doctor said."""
+    """Return a training with its pictures and the doctor's remarks, for the template."""
     panels = zip(curves(training, _WIDE), curves(training, _NARROW), strict=True)
     pictures = [_pair(wide, narrow) for wide, narrow in panels]
     if any(epoch.gates for epoch in training.epochs):
@@ -94,7 +94,7 @@ def _shown(training: Training) -> dict[str, Any]:
 
 
 def _both(draw: Callable[[int], Markup]) -> Markup:
-    """A picture for wide and for narrow screens, of which one is shown."""
+    """Draw a picture for wide and for narrow screens, of which CSS shows one."""
     return _pair(draw(_WIDE), draw(_NARROW))
 
 

@@ -1,6 +1,6 @@
-"""The network as a picture: a bar for each layer, as wide as it was, filled as wide as it is.
+"""Picture of the network: a bar per layer, as wide as before the cut, filled as after it.
 
-Foot of the table of layers: sums.
+Also the sums at the foot of the table of layers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from l0prune.report.page.elements import (
 
 _LANE, _MOST_LANES = 9, 6
 _VALUE = 115  # width of the column behind the bars
-_LETTER = 6.2  # width of one of a reason
+_LETTER = 6.2  # width of a letter of a reason
 _SHORTEST = 10.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """A bar: the output side of a layer, or an input side that has an axis of its own."""
+    """Bar: the output side of a layer, or an input side with an axis that no layer writes."""
 
     name: str
     kind: str
@@ -41,12 +41,12 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether nothing was cut, or could be."""
+        """Return whether nothing was cut; in a survey, whether nothing can be."""
         return self.side.after == (0 if self.is_survey else self.side.before)
 
     @property
     def is_gone(self) -> bool:
-        """Return whether nothing is left."""
+        """Return whether the whole side was removed."""
         return not self.is_survey and self.side.after == 0
 
     @property
@@ -58,9 +58,9 @@ class Row:
 def network(
     layers: Sequence[LayerChange], axes: Sequence[Axis], width: int, *, is_survey: bool = False
 ) -> Markup:
-    """The picture of some layers. Bars grow with the square root of the layers' widths.
+    """Draw layers as bars, whose length is proportional to the square root of the width.
 
-    In a survey ``after`` is what can go, not what is left.
+    In a survey ``after`` is the number that can be removed, not that which is left.
     """
     rows, narrow = rows_of(layers, is_survey), is_narrow(width)
     lanes = _lanes(rows)
@@ -85,7 +85,7 @@ def network(
 
 
 def rows_of(layers: Sequence[LayerChange], is_survey: bool = False) -> list[Row]:
-    """The bars, in network order."""
+    """Return the bars in network order."""
     written = {axis for layer in layers for axis in layer.output.axes}
     rows = []
     for layer in layers:
@@ -96,14 +96,14 @@ def rows_of(layers: Sequence[LayerChange], is_survey: bool = False) -> list[Row]
 
 
 def flattened(layers: Sequence[LayerChange], axes: Sequence[Axis]) -> list[str]:
-    """Layers that read flattened maps of which single positions have gates beside whole maps."""
+    """Return layers that read flattened maps with gates on single positions and on whole maps."""
     fine = {number for number, axis in enumerate(axes) if axis.kind == "input"}
     sides = {layer.name: set(layer.input.axes) for layer in layers}
     return [name for name, read in sides.items() if read & fine and read - fine]
 
 
 def said_of(row: Row) -> str:
-    """A bar in words."""
+    """Describe a bar in words."""
     side = row.side
     reason = f"{'; ' if row.is_gone else '; stays whole: '}{side.reason}" if side.reason else ""
     return f"{row.name}, {row.kind}: {row.widths}{reason}"
@@ -120,7 +120,7 @@ def _wide(row: Row, y: float, left: float, start: float, full: float, width: flo
 
 
 def _reason(row: Row, start: float, y: float, full: float, end: float) -> list[Markup]:
-    """Reason why a bar is whole, or gone, beside it or on it, where there is more room."""
+    """Draw why a bar is whole or removed, beside or on the bar, where there is more room."""
     if not (row.is_whole or row.is_gone) or not row.side.reason:
         return []
     beside, on = end - start - full - 8, full - 12
@@ -150,7 +150,7 @@ def _bar(row: Row, x: float, y: float, full: float, height: float) -> list[Marku
 
 
 def _members(rows: Sequence[Row]) -> dict[int, list[int]]:
-    """For each axis on several bars the numbers of these."""
+    """Return for each axis on several bars the indices of these bars."""
     found: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         for axis in dict.fromkeys(row.side.axes):
@@ -159,7 +159,7 @@ def _members(rows: Sequence[Row]) -> dict[int, list[int]]:
 
 
 def _lanes(rows: Sequence[Row]) -> dict[int, int]:
-    """For each axis that ties bars together a lane beside them that is free all along."""
+    """Return for each axis on several bars a lane beside them, without overlaps, if one is free."""
     lanes: dict[int, int] = {}
     ends: list[int] = []
     for axis, members in sorted(_members(rows).items(), key=lambda each: each[1][0]):
@@ -184,7 +184,7 @@ def _tie(axes: Sequence[Axis], rows: Sequence[Row], axis: int, lane: int, height
 
 
 def heads(axes: Sequence[Axis], width: int) -> Markup:
-    """Grids of attention heads: a filled square for each that stayed."""
+    """Draw attention heads as grids of squares, filled for those that were kept."""
     side, gap = 12, 4
     names, narrow = [axis.name.removesuffix(".heads") for axis in axes], is_narrow(width)
     label = 0 if narrow else column(names)
@@ -225,7 +225,7 @@ REST, TOTAL = "outside these layers", "total"
 
 @dataclass(frozen=True)
 class Sum:
-    """A row at the foot of the table."""
+    """Sum in a row at the foot of the table."""
 
     name: str
     params: Pair
@@ -233,7 +233,7 @@ class Sum:
 
 
 def sums(content: Content) -> list[Sum]:
-    """All of the network, and what of it belongs to none of the layers, if anything does."""
+    """Return the total of the network, after the part outside the layers, if there is any."""
     params, macs = content.gain.params, content.gain.macs
     if params is None or macs is None:
         return []

@@ -1,4 +1,4 @@
-// A click on a column's head sorts by it; another one turns the order round.
+// A click on a column's header sorts by that column; a second click reverses the order.
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
   [...table.tHead.rows[0].cells].forEach((head, column) => {

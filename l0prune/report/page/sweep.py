@@ -1,4 +1,4 @@
-"""Picture of a sweep: each run a point, its metric over its cost, with the Pareto front."""
+"""Picture of a sweep: runs as points, metric over cost, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COSTS = ("macs", "params", "time")
 def pareto_front(
     points: Sequence[tuple[float, float]], larger_is_better: bool = False
 ) -> list[int]:
-    """Return the Pareto front: the points that no other one beats in cost or quality.
+    """Return the indices of the points on the Pareto front, the cheapest first.
 
-    Their numbers, the cheapest first; points are cost and metric.
+    A point is cost and metric; on the front no other is at least as good in both.
     """
     sign = -1 if larger_is_better else 1
     values = [(cost, sign * metric) for cost, metric in points]
@@ -36,12 +36,12 @@ _TOP, _PLOT, _BOTTOM, _LEFT, _RIGHT = 30, 260, 44, 56, 16
 
 
 def shown_costs(runs: Sequence[Run]) -> list[str]:
-    """Return the measures known of two runs at least."""
+    """Return the costs that are known of at least two runs."""
     return [name for name in COSTS if len(_points(runs, name)) > 1]
 
 
 def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
-    """Draw the runs, which are numbered from 1; a line joins those of the front."""
+    """Draw the runs as points, numbered from 1; a line joins those on the Pareto front."""
     points = _points(runs, cost)
     metric = next(run.metric for run in runs if run.metric is not None)
     better = pareto_front(list(points.values()), metric.larger_is_better)
@@ -92,7 +92,7 @@ def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
 
 
 def _points(runs: Sequence[Run], cost: str) -> dict[int, tuple[float, float]]:
-    """For each run that knows both, by number, the share of the cost in % and the metric."""
+    """Return share of the cost in % and metric by index of the run, if both are known."""
     found = {}
     for number, run in enumerate(runs):
         pair = run.costs.get(cost)

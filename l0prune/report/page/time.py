@@ -12,17 +12,17 @@ from l0prune.report.page import elements
 from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 from l0prune.selection.fitted import Observation
 
-_NO_MODULE = "the model’s own forward"  # what it computes beside its modules
-_SLIGHT = 0.002  # of the whole time
-_MOST = 24  # bars beside the first and the last
+_NO_MODULE = "the model’s own forward"  # operators that belong to no submodule
+_SLIGHT = 0.002  # share of the whole time, up to which a change gets no bar
+_MOST = 24  # bars at most, beside the first and the last
 
 
 @dataclass(frozen=True)
 class Step:
-    """A bar of the waterfall, from ``before`` milliseconds to ``after``.
+    """Bar of the waterfall, from ``before`` milliseconds to ``after``.
 
     Attributes:
-        filling: of what is left, milliseconds for what only fills whole blocks.
+        filling: milliseconds of the remaining time that only fill whole blocks.
     """
 
     name: str
@@ -64,7 +64,7 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
 
 
 def by_block(owners: Sequence[OwnerTime]) -> list[OwnerTime]:
-    """Modules in network order, those of one block together where there are too many to show."""
+    """Return modules in network order, merged into blocks if there are too many to show."""
     depth = max(of.name.count(".") + 1 for of in owners)
     while depth and len({_block(of.name, depth) for of in owners}) > _MOST:
         depth -= 1
@@ -94,7 +94,7 @@ def _block(name: str, depth: int) -> str:
 
 
 def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
-    """The bars: all of the dense network, what each of these saves, and what is left."""
+    """Return the bars: the dense network's time, the change of each owner, the remaining time."""
     total = sum(of.before for of in owners)
     changed = [of for of in owners if abs(of.after - of.before) > _SLIGHT * total]
     if rest := [of for of in owners if of not in changed]:
@@ -110,7 +110,7 @@ def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
 
 
 def _filling(step: Step, at: Callable[[float], float], y: float) -> list[Markup]:
-    """Draw the part of a step that is due to whole blocks."""
+    """Draw the part of a bar that only fills whole blocks."""
     low, high = at(max(step.after - step.filling, 0.0)), at(step.after)
     if high - low < 1:
         return []
@@ -139,7 +139,7 @@ Place = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Row:
-    """A network; its times are shares of the dense one's."""
+    """Row of one network, with times as shares of the dense network's."""
 
     name: str
     predicted: float
@@ -147,13 +147,13 @@ class Row:
 
     @property
     def said(self) -> str:
-        """Both shares in words."""
+        """Predicted and measured share, in words."""
         return f"{elements.percent(self.predicted)} → {elements.percent(self.observed)}"
 
 
 @dataclass(frozen=True)
 class Group:
-    """The networks of one picture, and the share that a budget allows, if there is one."""
+    """Networks of one picture, and the share that the budget allows, if there is one."""
 
     title: str
     rows: tuple[Row, ...]

@@ -1,6 +1,6 @@
-"""Pictures of a training: its curves over the steps, and its gates at the end of each epoch.
+"""Pictures of a training: curves over the steps, and the gates at the end of each epoch.
 
-The phases of the training are the ground of both; their names stand above, however narrow they are.
+Both show the phases of the training in the background, with their names above.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from l0prune.training.history import IN_PERCENT
 Point = tuple[float, float]
 Place = Callable[[Point], Point]
 
-UNDECIDED = (0.1, 0.9)  # P(z ≠ 0) of a gate that has not decided
+UNDECIDED = (0.1, 0.9)  # range of P(z ≠ 0) in which a gate is neither open nor closed
 _LEFT, _RIGHT = 52, 8
 _TITLE, _LINE, _PLOT, _BOTTOM = 22, 17, 130, 24  # heights
-_DASHES = (None, "6 4", "1.5 4", "10 3 2 3")  # what tells curves apart without colour
-_LETTER, _GAP = 7.2, 10  # of the names of phases
-_ROUNDING = 1e-6  # of a share
-_COLUMNS = 60  # epochs that are shown at most
+_DASHES = (None, "6 4", "1.5 4", "10 3 2 3")  # distinguish curves without colour
+_LETTER, _GAP = 7.2, 10  # widths in the names of phases
+_ROUNDING = 1e-6  # error of a share
+_COLUMNS = 60  # epochs that are shown, at most
 _SHADES = 9
 _CELL, _KEY = 7.0, 11
 
 
 @dataclass(frozen=True)
 class Span:
-    """A phase, from step to step."""
+    """Phase of a training, from step ``start`` to ``stop``."""
 
     name: str
     start: float
@@ -41,7 +41,7 @@ class Span:
 
 
 def spans(training: Training) -> list[Span]:
-    """The phases of a training with gates, as far as they are known."""
+    """Return the phases of a training with gates; empty if unknown."""
     if training.steps is None or training.warmup is None or training.settle is None:
         return []
     ends = (0, training.warmup, training.steps - training.settle, training.steps)
@@ -51,7 +51,7 @@ def spans(training: Training) -> list[Span]:
 
 
 def phases_in_words(training: Training) -> str:
-    """Up to which step each phase goes, and what the gates do in it."""
+    """Describe the last step of each phase, and the state of the gates in it."""
     steps = {span.name: f"{span.name} (to step {span.stop:,.0f})" for span in spans(training)}
     settle, learning, said = steps.pop("settle", ""), " and ".join(steps.values()), []
     if learning:
@@ -69,11 +69,11 @@ def phases_in_words(training: Training) -> str:
 
 @dataclass(frozen=True)
 class SizeCut:
-    """The epoch in which the network was made smaller while it trained.
+    """Epoch in which the network in training was cut.
 
     Attributes:
-        start, stop: its steps.
-        share: of their MACs, over those that they have at the network's whole size.
+        start, stop: steps of the epoch.
+        share: MACs of these steps over those at the network's full size.
     """
 
     start: float
@@ -82,7 +82,7 @@ class SizeCut:
 
 
 def cuts(training: Training) -> list[SizeCut]:
-    """Return the steps at which the network was cut, as far as recorded."""
+    """Return the epochs in which the network was cut, as far as recorded."""
     found, size, start = [], 1.0, 0.0
     for epoch, share in zip(training.epochs, step_shares(training), strict=True):
         if share is not None and share < size - _ROUNDING:
@@ -93,7 +93,7 @@ def cuts(training: Training) -> list[SizeCut]:
 
 
 def step_shares(training: Training) -> list[float | None]:
-    """The share of its MACs that the network had in the steps of each epoch, where recorded."""
+    """Return for each epoch the share of the full network's MACs in its steps; None if unknown."""
     found: list[float | None] = []
     done, work = 0, 0.0
     for epoch in training.epochs:
@@ -113,7 +113,7 @@ def remarks(training: Training) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a panel: its name, and its points by step."""
+    """Curve of a panel: its name, and its points by step."""
 
     name: str
     points: tuple[Point, ...]
@@ -169,7 +169,7 @@ def _cost_curves(training: Training, measure: str) -> list[Curve]:
 
 
 def _recorded(training: Training, **series: Sequence[float | None]) -> list[Curve]:
-    """Return the curves of the series that have a value at least."""
+    """Return the curves of the series with at least one value."""
     steps = [float(epoch.step) for epoch in training.epochs]
     found = []
     for name, values in series.items():
@@ -188,10 +188,10 @@ def panel(
     marks: Sequence[float] = (),
     from_zero: bool = True,
 ) -> Markup:
-    """Draw at most four curves over the steps of a training, with its phases behind them.
+    """Draw at most four curves over the steps of a training, with the phases in the background.
 
-    At the steps in ``marks`` something was said; they are numbered from 1. ``from_zero`` lets the
-    scale begin at 0, unless values are below.
+    ``marks`` are steps with remarks, numbered from 1. ``from_zero`` lets the scale begin at 0,
+    unless values are below.
     """
     values = [y for curve in curves for _, y in curve.points]
     low, high = min(values), max(values)
@@ -298,7 +298,7 @@ def _marks(steps: Sequence[float], at: Place, high: float) -> list[Markup]:
 
 @dataclass(frozen=True)
 class Band:
-    """A phase in a picture, from ``left`` to ``right``."""
+    """Phase in a picture, from ``left`` to ``right``."""
 
     name: str
     left: float
@@ -306,10 +306,9 @@ class Band:
 
 
 def _band_names(bands: Sequence[Band], y: float, width: float) -> list[Markup]:
-    """The name of each band, where the band begins.
+    """Draw the name of each band at its beginning.
 
-    Where there is no room the first one reaches out to the left, the last one too, and those
-    between them to the right.
+    Names without enough room extend to the left for the first and last band, else to the right.
     """
     longs = [_LETTER * len(band.name) for band in bands]
     places, free = [], 0.0
@@ -334,7 +333,7 @@ def undecided(counts: Sequence[int]) -> int:
 def gate_histogram(training: Training, width: int) -> Markup:
     """Draw the distribution of P(z ≠ 0) at the end of each epoch: the darker, the more gates."""
     counted = [epoch for epoch in training.epochs if epoch.gates]
-    shown = counted[:: -ceil(len(counted) / _COLUMNS)][::-1]  # the last one among them
+    shown = counted[:: -ceil(len(counted) / _COLUMNS)][::-1]  # includes the last one
     narrow, phases = is_narrow(width), any(epoch.phase for epoch in shown)
     top = 28.0 + _LINE * (1 + narrow + phases)
     height = _CELL * len(shown[-1].gates)
@@ -354,7 +353,7 @@ def gate_histogram(training: Training, width: int) -> Markup:
 
 
 def _histogram_head(last: Epoch, width: int, narrow: bool) -> list[Markup]:
-    """The title, how many are undecided, and what the shades mean."""
+    """Draw the title, the number of undecided gates, and the legend of the shades."""
     low, high = UNDECIDED
     rest = (
         f"{undecided(last.gates):,} of {sum(last.gates):,} undecided ({low} to {high}) at the end"
@@ -391,7 +390,7 @@ def _column(epoch: Epoch, x: float, width: float, top: float) -> Markup:
 def _phase_starts(
     shown: Sequence[Epoch], column: float, top: float, height: float, width: float
 ) -> list[Markup]:
-    """The names of phases, and a line where each but the first begins."""
+    """Draw the names of phases, and a line where each but the first begins."""
     starts = [
         n for n, e in enumerate(shown) if e.phase and (not n or shown[n - 1].phase != e.phase)
     ]

@@ -9,20 +9,20 @@ from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
 from l0prune.report.page import elements
 from l0prune.report.page.elements import plain
 
-_NOISY = 0.1  # repeated timings that differ by more tell little
+_NOISY = 0.1  # spread of repeated timings above which they are inconclusive
 
 
 @dataclass(frozen=True)
 class Card:
-    """An amount before and after.
+    """Card of an amount before and after.
 
     Attributes:
-        label: what it is.
-        before: empty where it is not known.
-        after: the same of the small network.
-        change: in words.
-        share: that is left, where less is better; None where that says nothing.
-        note: what the amount is of.
+        label: name of the amount.
+        before: amount of the dense network; empty if unknown.
+        after: amount of the small network.
+        change: the change in words.
+        share: share that is left, if less is better; else None.
+        note: details of the amount.
     """
 
     label: str
@@ -34,7 +34,7 @@ class Card:
 
 
 def verdict(content: Content) -> str:
-    """Return the headline: gains, costs, and whether the function is the same."""
+    """Return the headline: gains, costs, and the certificate's result."""
     gain = content.gain
     if content.about == "survey":
         return _reach(content)
@@ -89,7 +89,7 @@ def _sentence(parts: list[str], subject: str) -> str:
 
 
 def _shares(gain: Gain, whose: str) -> str:
-    """Return the shares of parameters and MACs that are left, or can go; empty if unknown."""
+    """Return the shares of parameters and MACs left (survey: removable); empty if unknown."""
     return " and ".join(
         f"{elements.percent(pair.share)} of {whose} {label}"
         for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
@@ -129,7 +129,7 @@ def _name(metric: Metric) -> str:
 
 
 def cards(content: Content) -> list[Card]:
-    """Return the cards of what was recorded, the most important first."""
+    """Return the cards of all recorded amounts, the most important first."""
     gain = content.gain
     if content.about == "survey":
         return _survey_cards(gain)
@@ -150,7 +150,7 @@ def cards(content: Content) -> list[Card]:
 
 
 def _by_stage(trainings: Sequence[Training]) -> str:
-    """The seconds of each stage, where there are several."""
+    """Return the duration of each stage in words; empty if there are fewer than two."""
     seconds = {t.name: [e.seconds for e in t.epochs if e.seconds is not None] for t in trainings}
     taken = [f"{plain(name)} {elements.duration(sum(of))}" for name, of in seconds.items() if of]
     return f": {', '.join(taken)}" if len(taken) > 1 else ""
@@ -172,7 +172,7 @@ def _card(label: str, pair: Pair | None, show: Callable[[float], str]) -> Card |
 
 
 def _survey_cards(gain: Gain) -> list[Card]:
-    """All of it, and the share that can go."""
+    """Return the cards of a survey: total amounts, and the shares that can be removed."""
     pairs = (
         ("Parameters", gain.params, elements.count),
         ("MACs of one example", gain.macs, elements.brief),
