@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from l0prune.capture.compat import pytree
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, warn
+from l0prune.plan.globs import listed
 
 # Base classes that both packages have under these names; neither need be installed.
 _QUANTIZERS = {
@@ -22,6 +23,8 @@ _QUANTIZERS = {
     "ObserverBase",
     "AffineQuantizedObserverBase",
 }
+# Attributes of torch's graphs, into which parameters are put by name.
+_OF_GRAPHS = {"meta", *dir(GraphModule)} - {*dir(nn.Module)}
 _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 
 
@@ -58,6 +61,16 @@ def check_one_device(model: nn.Module) -> None:
         raise UsageError(f"l0prune computes where a model is. {why}")
 
 
+def warn_of_nan(model: nn.Module) -> None:
+    """Warn of parameters that hold NaN or infinite numbers."""
+    bad = [n for n, p in model.named_parameters() if not p.is_meta and not p.isfinite().all()]
+    if bad:
+        warn(
+            f"parameters of this model hold NaN or infinite numbers: {listed(bad, most=3)}. What "
+            "is computed with them says nothing. The usual cause is a training that diverged"
+        )
+
+
 def _scattered(model: nn.Module) -> str:
     places: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
@@ -89,6 +102,13 @@ def _objection(model: Any) -> str:
         return (
             "This is the graph of an ExportedProgram, which has no modes for training and testing: "
             "give the module that was exported."
+        )
+    if taken := sorted(
+        _OF_GRAPHS & {n.partition(".")[0] for n in model.state_dict(keep_vars=True)}
+    ):
+        return (
+            f"This one calls something {taken[0]!r}, which torch's graphs need for themselves: "
+            "torch.export cannot write it. Rename that attribute."
         )
     if any(isinstance(each, InterpreterModule | UnflattenedModule) for each in model.modules()):
         return (

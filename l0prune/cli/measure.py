@@ -79,6 +79,8 @@ def measure(
     """
     if bundle and results:
         raise UsageError("--bundle writes what is to be timed, --from reads what was: give one")
+    if bundle and bundle.exists() and not bundle.is_dir():
+        raise UsageError(f"--bundle names a folder to write, and {bundle} is a file")
     if bundle and (not runtime.startswith("onnxruntime") or provider):
         raise UsageError(
             "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"

@@ -176,6 +176,11 @@ def recorded_data(
     if spec is None:
         with nullcontext() if missing else suppress(UsageError):
             spec = _images_here(info)
+    elif (size := _image_size(info)) and re.fullmatch(
+        r"imagefolder:(?!.*:(\d+x)?\d+$).+", str(spec)
+    ):
+        spec = f"{spec}:{size}"
+        say(f"images get the size that the model takes: --data {spec}")
     if spec is None and missing:
         raise UsageError(missing)
     return None if spec is None else str(spec), None if folder is None else Path(folder)
@@ -186,16 +191,26 @@ def _images_here(info: dict[str, Any]) -> str | None:
 
     None if there are none, or if by its file the model does not take square images.
     """
+    size = _image_size(info)
+    if size is None or (folder := image_folder()) is None:
+        return None
+    spec = f"imagefolder:{folder}:{size or 224}"
+    say(f"no data is named, so it is the images here: --data {spec}")
+    return spec
+
+
+def _image_size(info: dict[str, Any]) -> str | None:
+    """Return the size of a model's images as in ``imagefolder:DIR:1x28``.
+
+    Empty if the file does not say it, None if the model does not take square images.
+    """
     known = info.get("preprocessing")
     sizes = known.get("input_size") if isinstance(known, dict) else None
     text = info.get("input") if sizes is None else "x".join(map(str, (1, *sizes)))
+    if text is None:
+        return ""
     takes = re.fullmatch(r"\d+x([13])x(\d+)x\2", str(text))
-    if (text is not None and takes is None) or (folder := image_folder()) is None:
-        return None
-    channels = "1x" if takes is not None and takes[1] == "1" else ""
-    spec = f"imagefolder:{folder}:{channels}{224 if takes is None else takes[2]}"
-    say(f"no data is named, so it is the images here: --data {spec}")
-    return spec
+    return None if takes is None else f"{'1x' if takes[1] == '1' else ''}{takes[2]}"
 
 
 def recorded_tokenizer(

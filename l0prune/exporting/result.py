@@ -96,7 +96,7 @@ class Export(Outcome):
         opset: int | None = None,
         int8: Any = None,
         compensate: bool = True,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         half_io: bool = False,
         external_data: bool = False,
     ) -> tuple[Path, ...]:
@@ -131,6 +131,14 @@ class Export(Outcome):
                 none of these, or none of the opset's.
         """
         check_whole("threads", threads, most=THREADS)
+        if isinstance(int8, bool):
+            raise UsageError("int8 takes inputs to calibrate with, such as the training data")
+        if isinstance(dtype, torch.dtype):
+            dtype = str(dtype).removeprefix("torch.")
+        if half_io and dtype is None:
+            raise UsageError(
+                'half_io is about a file in 16 bits: give dtype="float16" or "bfloat16"'
+            )
         check_opset(opset)
         check_apart(path, self.source)
         self._look()

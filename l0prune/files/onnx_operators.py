@@ -90,6 +90,16 @@ def _quotient(a: Value, b: Value) -> Value:
     return torch.div(a, b, rounding_mode="trunc")
 
 
+def _host_quotient(a: Host, b: Host) -> Host:
+    kinds = {a.dtype.kind, b.dtype.kind}
+    if "f" in kinds:
+        return np.divide(a, b)
+    quotient = np.floor_divide(a, b)
+    if "O" in kinds:  # free sizes, which are not negative
+        return quotient
+    return np.where((quotient < 0) & (quotient * b != a), quotient + 1, quotient)  # towards zero
+
+
 def _extreme(function: Operator, clamp: str) -> Operator:
     def apply(a: Value, b: Value) -> Value:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -104,7 +114,7 @@ _TWO: dict[str, tuple[Operator, Operator]] = {
     "Add": (operator.add, operator.add),
     "Sub": (operator.sub, operator.sub),
     "Mul": (operator.mul, operator.mul),
-    "Div": (_quotient, lambda a, b: a / b if "f" in (a.dtype.kind, b.dtype.kind) else a // b),
+    "Div": (_quotient, _host_quotient),
     "Mod": (operator.mod, operator.mod),
     "Pow": (operator.pow, operator.pow),
     "Equal": (operator.eq, operator.eq),
@@ -349,12 +359,18 @@ _REDUCTIONS: dict[str, tuple[Operator, Operator]] = {
     "ReduceMax": (torch.amax, np.max),
     "ReduceMin": (torch.amin, np.min),
     "ReduceProd": (_product, np.prod),
-    "ReduceL1": (partial(torch.linalg.vector_norm, ord=1), partial(np.linalg.norm, ord=1)),
-    "ReduceL2": (torch.linalg.vector_norm, np.linalg.norm),
+    "ReduceL1": (
+        partial(torch.linalg.vector_norm, ord=1),
+        lambda x, axis, keepdims: np.sum(np.abs(x), axis, keepdims=keepdims),
+    ),
+    "ReduceL2": (
+        torch.linalg.vector_norm,
+        lambda x, axis, keepdims: np.sqrt(np.sum(x**2, axis, keepdims=keepdims)).astype(x.dtype),
+    ),
     "ReduceLogSumExp": (torch.logsumexp, np.logaddexp.reduce),
     "ReduceSumSquare": (
         lambda x, dim, keepdim: x.square().sum(dim, keepdim),
-        lambda x, axis, keepdims: np.sum(x**2, axis),
+        lambda x, axis, keepdims: np.sum(x**2, axis, keepdims=keepdims),
     ),
 }
 

@@ -384,8 +384,8 @@ def _example(given: Sequence[Given], size: int, scale: float, below: int) -> tup
         if each.dtype.is_floating_point:
             made.append((scale * torch.randn(shape, generator=generator)).to(each.dtype))
         else:
-            below = 2 if each.dtype == torch.bool else below
-            made.append(torch.randint(0, below, shape, generator=generator).to(each.dtype))
+            most = 2 if each.dtype == torch.bool else below
+            made.append(torch.randint(0, most, shape, generator=generator).to(each.dtype))
     return tuple(made)
 
 

@@ -116,7 +116,17 @@ def check_ungated(model: nn.Module) -> None:
 
 
 def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
-    """Return the module that was gated, ``model`` or one inside it, and its bank."""
+    """Return the module that was gated, ``model`` or one inside it, and its bank.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"this is a {type(model).__name__}, and no gated model: l0prune.load reads one from a "
+            "file"
+        )
     for module in model.modules():
         bank = module._modules.get(CHILD)
         if isinstance(bank, Gates):

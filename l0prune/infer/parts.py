@@ -22,7 +22,7 @@ from l0prune.capture.capture import capture
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_given, filled, keep, record
-from l0prune.capture.model_checks import check_module
+from l0prune.capture.model_checks import check_module, warn_of_nan
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.capture.threads import one_at_a_time
@@ -190,6 +190,7 @@ def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> P
         UsageError: the model cannot be analysed, or the example holds no tensor.
     """
     check_module(model)
+    warn_of_nan(model)
     args = args if isinstance(args, tuple) else (args,)
     by_name = dict(kwargs or {})
     if not batch_of(args, by_name):

@@ -6,7 +6,7 @@
     macs=50%, params=0.1            both at once
     layer3.*: params=0.3            axes named layer3.…: all that goes through them, to 30 %
     layer3.*: width=0.5             half of the slots of each of these axes
-    heads=8                         eight heads in each attention
+    heads=8                         eight heads in each attention; heads=1 is one, heads=100% all
 
 A ``Bound`` is a limit on one network: the measure there, and the amount that is allowed.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from math import ceil, floor, nextafter
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class Limit:
     Attributes:
         measure: the name of the measure that it is about, such as ``"params"`` or ``"macs"`` (of
             one example).
-        amount: a share of the dense amount if at most 1 and without a suffix, else the amount
-            itself, in the unit of the measure.
+        amount: a share of the dense amount if at most 1 and without a suffix (below 1, where a
+            limit is about each axis), else the amount itself, in the unit of the measure.
         glob: names of the axes that are meant, or paths of the layers that write them: only what
             some of their slots can take away is counted, and only they are closed for it. ``"*"``
             is the whole network, with the part that no gate can remove.
@@ -73,7 +73,8 @@ class Limit:
     @property
     def is_share(self) -> bool:
         """Return whether the amount is a share of the dense one."""
-        return self.amount <= 1 and not self.suffix
+        is_one_slot = self.amount == 1 and kind_of(self.measure).each_axis
+        return self.amount <= 1 and not is_one_slot and not self.suffix
 
     def share(self, dense: float) -> float:
         """The limit as a share of the ``dense`` amount."""
@@ -154,10 +155,12 @@ def _parse(text: str) -> Limit:
     if suffix == "%":
         if value > 100:
             raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
-        return Limit(name, value * 0.01, where)
-    if not suffix and value <= 1:
-        return Limit(name, value, where)
-    return _absolute(name, value, suffix, where, text.strip())
+        value = value * 0.01
+    elif suffix or value > 1 or (number["value"] == "1" and kind_of(name).each_axis):
+        return _absolute(name, value, suffix, where, text.strip())
+    if value == 1 and kind_of(name).each_axis:  # a share: 1 of this amount is one slot
+        value = nextafter(1.0, 0.0)
+    return Limit(name, value, where)
 
 
 def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import DataError, UsageError
 from l0prune.gating.multiplying import along
+from l0prune.plan.globs import listed
 from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
@@ -324,6 +325,11 @@ class Division:
         levels = [level for level in levels if level < axis.size]
         while int(left.sum()) > 1:
             errors = torch.stack([state.errors(axis.size) for state in states.values()]).sum(0)
+            if errors[left].isnan().any():
+                raise DataError(
+                    f"what the slots of {axis.name} are worth cannot be computed: the weights of "
+                    f"{listed([*readers], most=3)}, or what they read, hold NaN or infinite numbers"
+                )
             errors[~left] = torch.inf
             most = max(1, int(int(left.sum()) * _ROUND))
             upcoming = next((n for n in levels if n > len(curve.order)), axis.size - 1)

@@ -11,7 +11,7 @@ from torch.ao.quantization import FakeQuantize, MinMaxObserver, QuantStub
 from torchao.quantization.pt2e import MinMaxObserver as Torchaos
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 
 
 def plain():
@@ -36,6 +36,26 @@ def test_a_model_without_values_is_gated_and_not_exported():
     real = l0prune.gate(plain(), torch.randn(2, 4))
     assert real.state_dict().keys() == model.state_dict().keys()
     assert l0prune.export(real).certificate.checks
+
+
+@pytest.mark.parametrize("name", ["meta", "graph", "print_readable"])
+def test_names_that_graphs_of_torch_need_are_refused_before_the_training(name):
+    model = plain()
+    model.add_module(name, nn.Linear(2, 3))
+    with pytest.raises(RuntimeError, match="nonexistent attribute"):  # else nothing to refuse
+        torch.export.export(model, (torch.randn(2, 4),)).module()
+    with pytest.raises(UsageError, match=f"calls something '{name}'.*Rename that attribute"):
+        l0prune.survey(model, torch.randn(2, 4))
+    deeper = nn.Sequential(model, nn.Linear(3, 2))
+    assert l0prune.export(l0prune.gate(deeper, torch.randn(2, 4))).program is not None
+
+
+def test_parameters_of_nan_are_named():
+    model = plain()
+    with torch.no_grad():
+        model[0].weight[0] = float("inf")
+    with pytest.warns(L0pruneWarning, match="NaN or infinite numbers: 0.weight"):
+        l0prune.survey(model, torch.randn(2, 4))
 
 
 @pytest.mark.parametrize(

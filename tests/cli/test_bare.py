@@ -61,6 +61,8 @@ def test_gates_close_and_each_command_says_what_it_took(done, tmp_path):
     _, err = done("export", "--onnx")
     assert "exporting model.tuned.pt" in err
     assert difference(tmp_path) <= 1e-5
+    _, err = done("evaluate", "model.tuned.pt", "--data", "imagefolder:photos")
+    assert "images get the size that the model takes: --data imagefolder:photos:16" in err
     left = l0prune.read_info(tmp_path / "model.tuned.pt")["history"]["params"]
     assert left < sum(parameter.numel() for parameter in network().parameters())
 

@@ -189,3 +189,14 @@ def test_the_command_line_writes_and_compares(tmp_path, monkeypatch, capfd):
     code, _, text = in_process(capfd, "export", "net.gated.pt", "--half-io")
     assert code == 2
     assert "--dtype" in text
+
+
+def test_a_dtype_of_torch_is_one_and_flags_without_their_file_are_refused(tmp_path):
+    small = l0prune.export(gated())
+    small.save_onnx(tmp_path / "model.onnx", dtype=torch.float16)
+    assert small.half.dtype == "float16"
+    with pytest.raises(UsageError, match="half_io is about a file in 16 bits"):
+        small.save_onnx(tmp_path / "other.onnx", half_io=True)
+    with pytest.raises(UsageError, match="int8 takes inputs to calibrate with"):
+        small.save_onnx(tmp_path / "other.onnx", int8=True)
+    assert not (tmp_path / "other.onnx").exists()

@@ -249,6 +249,9 @@ def test_inputs_of_which_no_file_can_be_made_are_refused():
         feeds_of((torch.randn(1, 3), 4), piece(), ["x"])
     with pytest.raises(UsageError, match="do not fit the model: it was gated with"):
         feeds_of(torch.randn(20, 3), piece(), ["x"])
+    for wrong in (torch.randn(20, 5), torch.ones(20, 3, dtype=torch.uint8)):
+        with pytest.raises(UsageError, match=f"{tuple(wrong.shape)[1]}.*of {wrong.dtype}"):
+            feeds_of((wrong, 4), piece(), ["x"])
     with pytest.warns(L0pruneWarning, match="calibrated with 8 examples"):
         feeds_of((torch.randn(8, 3), 4), piece(), ["x"])
 

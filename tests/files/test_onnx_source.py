@@ -238,6 +238,26 @@ OPERATORS = {
         ],
         {"g": draws(4), "b": draws(4), "c": draws(4)},
     ),
+    "numbers of a shape that are reduced and divided": (
+        [
+            node("ReduceL1", "t -", "a", keepdims=1),
+            node("ReduceL1", "m -", "b", keepdims=0),
+            node("ReduceL2", "t rows", "c", keepdims=1),
+            node("ReduceSumSquare", "t rows", "d", keepdims=1),
+            node("Div", "d three", "e"),
+            node("Add", "a c", "f"),
+            node("Add", "f e", "g"),
+            node("Add", "g b", "h"),
+            node("Cast", "h", "i", to=onnx.TensorProto.FLOAT),
+            node("Add", "x i", "y"),
+        ],
+        {
+            "t": np.array([[0, 1, 2, 3], [-4, 5, 6, -7]]),
+            "m": np.array([[3, -4]]),
+            "rows": np.array([0]),
+            "three": np.array([-3]),
+        },
+    ),
     "constants of nodes": (
         [
             node("Constant", "", "c", value_float=2.5),

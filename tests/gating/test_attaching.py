@@ -294,3 +294,8 @@ def test_state_dicts_travel_between_models():
     other.load_state_dict(torch.load(buffer, weights_only=True))
     x = torch.randn(5, 12)
     assert torch.equal(other.eval()(x), model.eval()(x))
+
+
+def test_what_is_no_module_is_named():
+    with pytest.raises(UsageError, match="this is a str, and no gated model"):
+        gates_of("model.pt")

@@ -1,7 +1,10 @@
 import pytest
+import torch
+from torch import nn
 
+import l0prune
 from l0prune.errors import UsageError
-from l0prune.plan.limits import Limit, limits
+from l0prune.plan.limits import Limit, bounds, limits
 
 
 @pytest.mark.parametrize(
@@ -19,6 +22,7 @@ from l0prune.plan.limits import Limit, limits
         (["macs=0.5", "params=0.1"], [("macs", 0.5, "*"), ("params", 0.1, "*")]),
         (Limit("macs", 0.25), [("macs", 0.25, "*")]),
         ("0: width=0.5, 1: width=3", [("width", 0.5, "0"), ("width", 3, "1")]),
+        ("heads=1, 0: width=1", [("heads", 1, "*"), ("width", 1, "0")]),
         ("latency=12ms", [("latency", 12, "*")]),
         ("latency = 900 us", [("latency", 0.9, "*")]),
         ("latency=0.5s, macs=0.5", [("latency", 500, "*"), ("macs", 0.5, "*")]),
@@ -32,12 +36,23 @@ def test_what_a_budget_says(given, expected):
 @pytest.mark.parametrize(
     "text",
     ["macs=0.5", "layer3.*: params=0.3", "params=10000", "latency=12ms", "latency=0.5",
-     "latency=0.5ms", "layer3.*: latency=1.5ms", "0: width=3"],
+     "latency=0.5ms", "layer3.*: latency=1.5ms", "0: width=3", "0: width=1"],
 )  # fmt: skip
 def test_a_limit_is_written_as_it_is_read(text):
     (limit,) = limits(text)
     assert str(limit) == text
     assert limits(str(limit)) == (limit,)
+
+
+@pytest.mark.parametrize("all_slots", ["width=100%", "width=1.0"])
+def test_a_width_of_one_is_one_slot_and_one_of_100_percent_all(all_slots):
+    model = l0prune.gate(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.ones(2, 4)
+    )
+    plan = l0prune.gates(model).plan
+    assert [bound.most for bound in bounds(plan, limits("width=1"))] == [1, 1]
+    sizes = [axis.size for axis in plan.axes]
+    assert [bound.most for bound in bounds(plan, limits(all_slots))] == sizes
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.plan.numbers import tolerance_of
 from l0prune.report import shrink as module
 from l0prune.selection.compensate import fidelity
@@ -73,6 +73,17 @@ def test_what_makes_no_sense_is_refused(network):
         with pytest.raises(UsageError, match="between 0 and 1"):
             tolerance_of(given)
     assert tolerance_of("1%") == tolerance_of("0.01") == tolerance_of(0.01) == 0.01
+
+
+def test_weights_of_nan_are_named(network):
+    model, data = copy.deepcopy(network[0]), network[1]
+    with torch.no_grad():
+        model[3].weight[0, 0] = float("nan")
+    with (
+        pytest.warns(L0pruneWarning, match=r"hold NaN or infinite numbers: 3\.weight"),
+        pytest.raises(DataError, match=r"the weights of 3\.weight, or what they read, hold NaN"),
+    ):
+        l0prune.shrink(model, data, "macs=0.5")
 
 
 def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):

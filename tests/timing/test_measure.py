@@ -382,6 +382,12 @@ def test_pytorch_is_a_runtime_too(model):
 def test_a_bundle_is_timed_elsewhere_and_read_back(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     l0prune.save(gated(size=96), "small.gated.pt")  # smaller ones are all noise
+    asked = "measure", "small.gated.pt", "--bundle", "small.gated.pt", *TRUST
+    code, _, err = in_process(capfd, *asked)
+    assert (code, "--bundle names a folder to write, and small.gated.pt is a file" in err) == (
+        2,
+        True,
+    )
     code, out, err = in_process(
         capfd, "measure", "small.gated.pt", "--bundle", "there", "--samples", 12, "--json", *TRUST
     )

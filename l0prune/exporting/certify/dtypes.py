@@ -159,7 +159,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
     """
     others = dict(dtypes.others)
     for path, part in module.named_modules():
-        if _OWN in getattr(part, "meta", ()):
+        if isinstance(part, GraphModule) and _OWN in part.meta:
             own = part.meta[_OWN].others  # type: ignore[index, union-attr]
             others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
     exact = {

@@ -47,6 +47,7 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
     example, feeds = piece.answers[0].inputs, list[Feed]()
     for batch in batches:
         leaves = [torch.as_tensor(leaf) for leaf in piece.read(_arguments(batch, example))]
+        _check_sizes(leaves, piece)
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.is_floating_point() and not leaf.isfinite().all():
                 raise UsageError(
@@ -134,6 +135,21 @@ def _arguments(batch: Any, example: Inputs) -> Inputs:
             f"and these are {_shapes(found)}. Give batches of its inputs, without targets"
         )
     return args, kwargs
+
+
+def _check_sizes(leaves: Sequence[Tensor], piece: ExportedPart) -> None:
+    """Raise UsageError where inputs differ from the example in a fixed size or kind of numbers."""
+    wanted = [torch.as_tensor(leaf) for leaf in piece.read(piece.answers[0].inputs)]
+    for leaf, other, free in zip(leaves, wanted, piece.sizes, strict=True):
+        fixed = [dim for dim in range(1, other.ndim) if dim not in free]
+        sizes_differ = any(leaf.shape[dim] != other.shape[dim] for dim in fixed)
+        if sizes_differ or leaf.is_floating_point() != other.is_floating_point():
+            given, asked = (f"{tuple(x.shape)} of {x.dtype}" for x in (leaf, other))
+            raise UsageError(
+                f"the calibration inputs do not fit the model: it was gated with {asked}, and "
+                f"these are {given}. Prepare them as the model's inputs are (images of DIR "
+                "at another size: imagefolder:DIR:SIZE)"
+            )
 
 
 def _shapes(leaves: Sequence[Any]) -> str:
