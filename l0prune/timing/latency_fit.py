@@ -81,7 +81,7 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
     sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
-    if samples.are_alike:  # only branches can be cut: constant and factor are not identifiable
+    if samples.are_alike and terms:  # only branches can be cut: no constant is identifiable
         factors = [float(np.mean(samples.whole) / np.mean(sum(sums)))] * len(sums)
         overhead = 0.0
     else:

@@ -187,6 +187,15 @@ def test_where_all_have_the_same_widths_all_time_is_that_of_nodes():
     assert by_group[0] / by_group[1] == pytest.approx(3, rel=0.1)
 
 
+def test_where_no_node_was_timed_all_time_is_a_constant():
+    whole = np.array([2.0, 2.2, 1.8])
+    model = fit_model([], Samples((), np.zeros((3, 0)), np.zeros((3, 0)), whole))
+    smooth = fit_smooth(model, [], np.zeros((3, 0)), np.zeros(0), 2.0)
+    relative = (1 / whole).sum() / (1 / whole**2).sum()  # least squares of c/whole − 1
+    for each, expected in ((model, relative), (smooth, 2)):
+        assert each.values(np.zeros((1, 0))).sum() == pytest.approx(expected)
+
+
 def test_no_time_is_negative_however_narrow_a_network_is():
     rng = np.random.default_rng(3)
     noisy = sampled(40)
