@@ -54,7 +54,7 @@ class Report:
 
     @staticmethod
     def of(
-        dense: Export | None = None,
+        small: Export | None = None,
         history: History | Sequence[History] | None = None,
         *,
         model: nn.Module | None = None,
@@ -63,7 +63,7 @@ class Report:
         """Return the report of an export, of a training, or of both.
 
         Args:
-            dense: what ``l0prune.export`` gave.
+            small: what ``l0prune.export`` gave.
             history: what ``l0prune.finetune`` gave; several of several stages.
             model: the gated model, for what an export of it would have, and for ``latency``.
             latency: a table of its times, for the time by layer.
@@ -72,8 +72,8 @@ class Report:
             NotGated: the model carries no gates.
         """
         histories = [history] if isinstance(history, History) else list(history or ())
-        if dense is not None:
-            content = from_export(dense)
+        if small is not None:
+            content = from_export(small)
         elif model is not None:
             content = from_model(model)
         else:

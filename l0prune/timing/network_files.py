@@ -78,12 +78,12 @@ class Exporter:
     def network_of(self, open_: Tensor) -> Network:
         """Export the network with these open gates, bool and flat."""
         self._gates.set_open(open_)
-        dense = export(self._model)
-        check_single_network([piece.path for piece in dense.pieces])
+        small = export(self._model)
+        check_single_network([piece.path for piece in small.pieces])
         with tempfile.TemporaryDirectory() as folder:
-            dense.save_onnx(Path(folder) / "model.onnx")
+            small.save_onnx(Path(folder) / "model.onnx")
             model = onnx.load(str(Path(folder) / "model.onnx"))
-        inputs = dict(_inputs(model, dense.pieces[0], self._batch))
+        inputs = dict(_inputs(model, small.pieces[0], self._batch))
         if self._convert is not None:
             model = self._convert(model, {name: value.numpy() for name, value in inputs.items()})
         return Network(self._gates.plan.kept(open_), model, inputs)

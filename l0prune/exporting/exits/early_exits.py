@@ -93,7 +93,7 @@ class EarlyExits:
     examples: int
     rounding: float
     certificate: Certificate
-    _dense: Export = field(repr=False)
+    _small: Export = field(repr=False)
     _inputs: Sequence[Inputs] = field(repr=False)
 
     @property
@@ -125,8 +125,8 @@ class EarlyExits:
         target = Path(path)
         with replacement(target) as unfinished:
             write(self.module, self._inputs[0], unfinished)
-            file = ExitFile(unfinished, self._dense.pieces[0], len(self.exits) - 1)
-            certificate = self._dense.certificate.without("onnx").with_checks(file.checks())
+            file = ExitFile(unfinished, self._small.pieces[0], len(self.exits) - 1)
+            certificate = self._small.certificate.without("onnx").with_checks(file.checks())
             self._check_decisions(file)
             facts = {
                 "certificate": json.dumps(certificate.to_dict()),
@@ -200,7 +200,7 @@ class EarlyExits:
 
 @one_at_a_time()
 def choose_exits(
-    dense: Export,
+    small: Export,
     data: Any,
     *,
     budget: Any = None,
@@ -215,7 +215,7 @@ def choose_exits(
     """Choose the thresholds of an export's early exits on held-out examples.
 
     Args:
-        dense: the export of a network with exits (``add_exits``).
+        small: the export of a network with exits (``add_exits``).
         data: held-out examples with targets: batches, a dataset, or a split; of a data source, a
             pair or a ``Task`` the test part. Test the result on others.
         budget: the most that an example may cost on average: ``"latency=8ms"``, ``"macs=0.5"`` (a
@@ -239,15 +239,15 @@ def choose_exits(
     check_whole("threads", threads, most=THREADS)
     check_whole("batch_size", batch_size)
     limit, allowed = _asked(budget, tolerance, measure)
-    early = _early(dense, criterion)
+    early = _early(small, criterion)
     task = _task(data, loss, metric)
     with stage("asking all exits for held-out examples"):
         seen = seen_by(early, task, batch_size)
-    costs = _costs(early, dense, seen, limit.measure if limit else measure, threads)
+    costs = _costs(early, small, seen, limit.measure if limit else measure, threads)
     held_out = seen.held_out(costs, bool(task.larger_is_better))
     thresholds = _choose(held_out, limit, allowed)
     early.thresholds = torch.from_numpy(thresholds).float()
-    result = _result(early, dense, task, seen, held_out, limit.measure if limit else measure)
+    result = _result(early, small, task, seen, held_out, limit.measure if limit else measure)
     for text in _complaints(result):
         warn(text)
     return result
@@ -274,34 +274,34 @@ def _asked(
     return found[0], None
 
 
-def _early(dense: Export, criterion: str) -> EarlyExit:
+def _early(small: Export, criterion: str) -> EarlyExit:
     """Return the early-exit module of an export, with infinite thresholds."""
-    if not isinstance(dense, Export):
+    if not isinstance(small, Export):
         raise UsageError(
-            f"thresholds are chosen for an export, not for a {type(dense).__name__}: "
+            f"thresholds are chosen for an export, not for a {type(small).__name__}: "
             "l0prune.gate(model, args), then small = l0prune.export(model)"
         )
-    names = [] if dense.in_parts else _tensors_of(dense)
+    names = [] if small.in_parts else _tensors_of(small)
     if not names or names[0] != "logits" or len(names) < 2:
         raise UsageError(
             "this export has no early exits: put them on the network before it is gated, "
             "model = l0prune.add_exits(model, args), and train it"
         )
-    batches = dense.pieces[0].takes
-    if not dense.dynamic and not batches.startswith("1 "):
+    batches = small.pieces[0].takes
+    if not small.dynamic and not batches.startswith("1 "):
         raise UsageError(
             "an early exit is taken for one example at a time, and this export is for batches of "
             f"{batches}: gate with an example of one, or let the batch be free (small.note says "
             "why it is not)"
         )
-    network = placed(converted(dense.module, torch.float32), CPU).eval()
+    network = placed(converted(small.module, torch.float32), CPU).eval()
     thresholds = torch.full((len(names) - 1,), torch.inf)
     return EarlyExit(network, criterion_of(criterion), thresholds).eval()
 
 
-def _tensors_of(dense: Export) -> tuple[str, ...]:
+def _tensors_of(small: Export) -> tuple[str, ...]:
     """Return the names of the outputs if they are those of a network with exits; else none."""
-    (piece,) = dense.pieces
+    (piece,) = small.pieces
     names = piece.answers[0].names
     rest = tuple(f"exits_{number}" for number in range(len(names) - 1))
     return names if names == ("logits", *rest) else ()
@@ -313,7 +313,7 @@ def _task(data: Any, loss: Any, metric: Any) -> Task:
     return Task.of(([], data) if alone else data, loss, metric)
 
 
-def _costs(early: EarlyExit, dense: Export, seen: Seen, measure: str, threads: int) -> Any:
+def _costs(early: EarlyExit, small: Export, seen: Seen, measure: str, threads: int) -> Any:
     """Return the cost of one example up to each exit, in the unit of the measure."""
     first = seen.inputs[0]
     if measure != Latency.name:
@@ -321,7 +321,7 @@ def _costs(early: EarlyExit, dense: Export, seen: Seen, measure: str, threads: i
     with tempfile.TemporaryDirectory() as folder, stage("timing each way through the network"):
         path = Path(folder) / "exits.onnx"
         write(early, first, path)
-        return times(path, first_rows(first), dense.pieces[0], len(early.thresholds), threads)
+        return times(path, first_rows(first), small.pieces[0], len(early.thresholds), threads)
 
 
 def _choose(held_out: HeldOut, limit: Limit | None, allowed: float | None) -> Any:
@@ -356,7 +356,7 @@ def _choose(held_out: HeldOut, limit: Limit | None, allowed: float | None) -> An
 
 
 def _result(
-    early: EarlyExit, dense: Export, task: Task, seen: Seen, held_out: HeldOut, measure: str
+    early: EarlyExit, small: Export, task: Task, seen: Seen, held_out: HeldOut, measure: str
 ) -> EarlyExits:
     """Return shares, metrics and costs under the chosen thresholds."""
     thresholds = early.thresholds.double().numpy()
@@ -371,7 +371,7 @@ def _result(
             zip((*at, "the end"), (*thresholds, -np.inf), held_out.costs, strict=True)
         )
     )
-    tolerance = max(c.tolerance for c in dense.certificate.checks if c.dtype == "float32")
+    tolerance = max(c.tolerance for c in small.certificate.checks if c.dtype == "float32")
     return EarlyExits(
         module=early,
         exits=exits,
@@ -382,8 +382,8 @@ def _result(
         last=float(alone[-1]),
         examples=len(ways),
         rounding=early.criterion.steepness * tolerance * seen.scale,
-        certificate=dense.certificate,
-        _dense=dense,
+        certificate=small.certificate,
+        _small=small,
         _inputs=seen.inputs,
     )
 

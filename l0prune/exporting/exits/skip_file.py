@@ -34,7 +34,7 @@ from l0prune.running.stages import stage
 
 
 @one_at_a_time()
-def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
+def save_skipping(small: Export, path: str | os.PathLike[str]) -> Path:
     """Write an ONNX file that skips blocks whose input gates close them as a whole.
 
     Each such block stands inside an ``If``, whose other side is the constant that the block is
@@ -47,7 +47,7 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
     can be left out, and the batch.
 
     Args:
-        dense: the export of a network with input gates (``add_input_gates``).
+        small: the export of a network with input gates (``add_input_gates``).
         path: of the file.
 
     Raises:
@@ -56,10 +56,10 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
         L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
         UsageError: nothing in the network can be left out, or it is in parts.
     """
-    if dense.in_parts:
+    if small.in_parts:
         raise UsageError("this export is in parts, and blocks are left out of a whole network only")
-    (piece,) = dense.pieces
-    if not dense.dynamic and not piece.takes.startswith("1 "):
+    (piece,) = small.pieces
+    if not small.dynamic and not piece.takes.startswith("1 "):
         raise UsageError(
             "a block is left out for one example at a time, and this export is for batches of "
             f"{piece.takes}: gate with an example of one, or let the batch be free (small.note "
@@ -67,13 +67,13 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
         )
     inputs = cast(piece.answers[0].inputs, torch.float32)
     example = first_rows(inputs)
-    network = placed(converted(dense.module, torch.float32), CPU).eval()
+    network = placed(converted(small.module, torch.float32), CPU).eval()
     whole = reexport(network, example, dynamic=False).program.module(check_guards=False)
     assert isinstance(whole, GraphModule)
     found = skips(whole)
     target = Path(path)
     with replacement(target) as unfinished:
-        written = _write(whole, found, example, dense, unfinished)
+        written = _write(whole, found, example, small, unfinished)
         if not written:
             raise UsageError(
                 "no block of this network can be left out: none has a gate of its own. "
@@ -81,7 +81,7 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
                 "to a stream; a cut may have taken them away"
             )
         checks = [*_checks(unfinished, piece, whole, written)]
-        certificate = dense.certificate.without("onnx").with_checks(checks)
+        certificate = small.certificate.without("onnx").with_checks(checks)
         facts = {
             "certificate": json.dumps(certificate.to_dict()),
             "skips": str(len(written)),
@@ -93,15 +93,15 @@ def save_skipping(dense: Export, path: str | os.PathLike[str]) -> Path:
 
 @stage("writing the file that leaves out blocks")
 def _write(
-    network: GraphModule, found: Sequence[Skip], example: Inputs, dense: Export, path: Path
+    network: GraphModule, found: Sequence[Skip], example: Inputs, small: Export, path: Path
 ) -> list[tuple[Skip, Branch]]:
     """Write the file; return the skips that are inside an ``If``, with their branches."""
     program = reexport(WithSkips(network, found), example, dynamic=False).program
     model = to_onnx(program)
     graph = model.graph
     count = len(graph.output) - sum(1 + len(skip.ends) for skip in found)
-    inputs = input_names(dense.module, example, len(graph.input))
-    rename(model, dense.pieces[0].answers[0].names[:count], (), inputs)
+    inputs = input_names(small.module, example, len(graph.input))
+    rename(model, small.pieces[0].answers[0].names[:count], (), inputs)
     names = iter([output.name for output in graph.output][count:])
     branches = [
         Branch(next(names), tuple(next(names) for _ in skip.ends), skip.values) for skip in found
