@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,12 +64,17 @@ def check_one_device(model: nn.Module) -> None:
 
 def warn_of_nan(model: nn.Module) -> None:
     """Warn of parameters that hold NaN or infinite numbers."""
-    bad = [n for n, p in model.named_parameters() if not p.is_meta and not p.isfinite().all()]
+    bad = [n for n, p in model.named_parameters() if not p.is_meta and not _is_finite(p)]
     if bad:
         warn(
             f"parameters of this model hold NaN or infinite numbers: {listed(bad, most=3)}. What "
             "is computed with them says nothing. The usual cause is a training that diverged"
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    eight_bits = tensor.is_floating_point() and tensor.itemsize == 1  # some have no isfinite
+    return bool((tensor.float() if eight_bits else tensor).isfinite().all())
 
 
 def _scattered(model: nn.Module) -> str:
@@ -103,9 +109,10 @@ def _objection(model: Any) -> str:
             "This is the graph of an ExportedProgram, which has no modes for training and testing: "
             "give the module that was exported."
         )
-    if taken := sorted(
-        _OF_GRAPHS & {n.partition(".")[0] for n in model.state_dict(keep_vars=True)}
-    ):
+    names = {
+        name.partition(".")[0] for name, _ in chain(model.named_parameters(), model.named_buffers())
+    }
+    if taken := sorted(_OF_GRAPHS & names):
         return (
             f"This one calls something {taken[0]!r}, which torch's graphs need for themselves: "
             "torch.export cannot write it. Rename that attribute."

@@ -11,6 +11,7 @@ from torch.ao.quantization import FakeQuantize, MinMaxObserver, QuantStub
 from torchao.quantization.pt2e import MinMaxObserver as Torchaos
 
 import l0prune
+from l0prune.capture.model_checks import warn_of_nan
 from l0prune.errors import L0pruneWarning, UsageError
 
 
@@ -36,6 +37,15 @@ def test_a_model_without_values_is_gated_and_not_exported():
     real = l0prune.gate(plain(), torch.randn(2, 4))
     assert real.state_dict().keys() == model.state_dict().keys()
     assert l0prune.export(real).certificate.checks
+
+
+def test_weights_in_float8_are_looked_at():
+    model = plain()
+    model.scale = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    warn_of_nan(model)
+    model.scale.data = torch.full((3,), float("nan")).to(torch.float8_e4m3fn)
+    with pytest.warns(L0pruneWarning, match="NaN or infinite numbers: scale"):
+        warn_of_nan(model)
 
 
 @pytest.mark.parametrize("name", ["meta", "graph", "print_readable"])
