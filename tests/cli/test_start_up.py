@@ -46,10 +46,12 @@ print([name for name in {heavy} if name in sys.modules])
 
 
 def python(code, folder, **variables):
+    # a command that ran in this process has set it
+    inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**inherited, **variables},
         capture_output=True,
         text=True,
         timeout=LONGEST,

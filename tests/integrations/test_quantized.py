@@ -43,7 +43,7 @@ def test_the_code_of_the_page_runs(cut):
     pytest.importorskip("torchao", reason="torchao is not installed")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "torchao" in block)
-    found = {"dense": SimpleNamespace(module=cut)}
+    found = {"small": SimpleNamespace(module=cut)}
     exec(code, found)
-    assert size(found["small"]) < size(cut) / 3
-    assert off(cut, found["small"], torch.randn(50, 64)) < 0.03
+    assert size(found["quantized"]) < size(cut) / 3
+    assert off(cut, found["quantized"], torch.randn(50, 64)) < 0.03
