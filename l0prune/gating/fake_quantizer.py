@@ -103,7 +103,7 @@ class FakeQuantizer:
         steps = weight.detach().flatten(1).abs().amax(1).float() / self.largest
         zeros = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
         return torch.fake_quantize_per_channel_affine(
-            weight, steps.clamp_min(float(SMALLEST)), zeros, 0, -self.largest, self.largest
+            weight, steps.clamp_min(SMALLEST), zeros, 0, -self.largest, self.largest
         )
 
     def at(self, point: int, value: Tensor) -> Tensor:
@@ -171,5 +171,5 @@ class FakeQuantizer:
     def _to_grids(self) -> None:
         """Compute step and zero of each point, as ``Ranges.grid`` does."""
         least, most = self.ranges.unbind(1)
-        self._steps = ((most - least) / LEVELS).clamp_min(float(SMALLEST))
+        self._steps = ((most - least) / LEVELS).clamp_min(SMALLEST)
         self._zeros = (-least / self._steps).round().clamp(0, LEVELS).int()

@@ -67,7 +67,7 @@ def weight_grids(largest: Tensor, menu: Sequence[int]) -> list[Grid]:
         menu: bits, ascending.
     """
     last = menu[-1]
-    span = largest.clamp_min(float(SMALLEST)) * ((2**last - 1) / (2 ** (last - 1) - 1))
+    span = largest.clamp_min(SMALLEST) * ((2**last - 1) / (2 ** (last - 1) - 1))
     grids = []
     for bits in menu:
         end = largest.new_tensor(2 ** (bits - 1) - 1)
@@ -80,7 +80,7 @@ def point_grids(least: Tensor, most: Tensor, menu: Sequence[int]) -> list[Grid]:
     grids = []
     for bits in menu:
         levels = 2**bits - 1
-        step = ((most - least) / levels).clamp_min(float(SMALLEST))
+        step = ((most - least) / levels).clamp_min(SMALLEST)
         zero = (-least / step).round().clamp(0, levels)
         grids.append(Grid(step, -zero, levels - zero))
     return grids

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 LEVELS = 255
-SMALLEST = np.float32(1e-12)  # step of a grid
+SMALLEST = float(np.float32(1e-12))  # step of a grid; no number of NumPy, which breaks graphs
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Ranges:
         """Return step and zero of a point's grid ``step·(q − zero)``, q from 0 to ``levels``."""
         least, most = np.float32(self.least[point]), np.float32(self.most[point])
         levels = self.levels(point)
-        step = max((most - least) / np.float32(levels), SMALLEST)
+        step = np.maximum((most - least) / np.float32(levels), np.float32(SMALLEST))
         return step, int(np.clip(np.round(-least / step), 0, levels))
 
     def to_dict(self) -> dict[str, Any]:
