@@ -127,18 +127,10 @@ class Export(Outcome):
             CertificateError: it is not the same, or draws random numbers; nothing is written.
             L0pruneError: an operator cannot be written in this opset.
             FileError: a file cannot be written.
-            UsageError: int8 is asked for with other inputs or of a model in parts; or the dtype is
-                none of these, or none of the opset's.
+            UsageError: an option does not fit the model, the opset or the others.
         """
         check_whole("threads", threads, most=THREADS)
-        if isinstance(int8, bool):
-            raise UsageError("int8 takes inputs to calibrate with, such as the training data")
-        if isinstance(dtype, torch.dtype):
-            dtype = str(dtype).removeprefix("torch.")
-        if half_io and dtype is None:
-            raise UsageError(
-                'half_io is about a file in 16 bits: give dtype="float16" or "bfloat16"'
-            )
+        dtype = _name_of(dtype, int8, half_io=half_io)
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
@@ -361,6 +353,19 @@ class Export(Outcome):
             history: what ``finetune`` returned; several in a list.
         """
         return l0prune.Report.of(self, history)
+
+
+def _name_of(dtype: str | torch.dtype | None, int8: Any, *, half_io: bool) -> str | None:
+    """Return the name of a dtype.
+
+    Raises:
+        UsageError: an option is given without the file that it is about.
+    """
+    if isinstance(int8, bool):
+        raise UsageError("int8 takes inputs to calibrate with, such as the training data")
+    if half_io and dtype is None:
+        raise UsageError('half_io is about a file in 16 bits: give dtype="float16" or "bfloat16"')
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 Export.__doc__ = Outcome.__doc__  # which lists the attributes
