@@ -176,14 +176,25 @@ def recorded_data(
     if spec is None:
         with nullcontext() if missing else suppress(UsageError):
             spec = _images_here(info)
-    elif (size := _image_size(info)) and re.fullmatch(
-        r"imagefolder:(?!.*:(\d+x)?\d+$).+", str(spec)
-    ):
-        spec = f"{spec}:{size}"
-        say(f"images get the size that the model takes: --data {spec}")
+    else:
+        spec = _with_size(str(spec), _image_size(info))
     if spec is None and missing:
         raise UsageError(missing)
     return None if spec is None else str(spec), None if folder is None else Path(folder)
+
+
+def _with_size(spec: str, size: str | None) -> str:
+    """Return the spec; if of an image folder without a size, with this one, and a message."""
+    kind, _, rest = spec.partition(":")
+    if kind != "imagefolder" or not (rest and size):
+        return spec
+    from l0prune.data.image_folder import SPEC  # loads torch
+
+    found = SPEC.fullmatch(rest)
+    if found is None or found[3] is not None:
+        return spec
+    say(f"images get the size that the model takes: --data {spec}:{size}")
+    return f"{spec}:{size}"
 
 
 def _images_here(info: dict[str, Any]) -> str | None:

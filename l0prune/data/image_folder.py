@@ -15,6 +15,7 @@ from l0prune.data.dataset import Data, Loaded
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError
 
+SPEC = re.compile(r"(.+?)(?::(?:([13])x)?(\d+))?", re.DOTALL)  # folder, channels, size
 _SIZE = 224
 _BORDER = 256 / 224  # shorter side of a resized image over the side of its square crop
 _MOST_WORKERS = 8
@@ -31,7 +32,7 @@ def image_folder(spec: str, rest: str) -> Data:
     ``Preprocessing``. Augmented training images are random crops of the originals, resized to that
     size, mirrored or not.
     """
-    found = re.fullmatch(r"(.+?)(?::(?:([13])x)?(\d+))?", rest, re.DOTALL)
+    found = SPEC.fullmatch(rest)
     assert found is not None  # the rest is not empty
     folder, size = Path(found[1]), max(int(found[3] or _SIZE), 1)
     preprocessing = _imagenet_preprocessing(size, int(found[2] or 3))

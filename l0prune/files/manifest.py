@@ -50,7 +50,7 @@ class Origin(Strict):
 
 
 class Rebuild(Strict):
-    """Whether the resized class was shown to compute the same, and the reason if not."""
+    """Result of the check of a resized class: verified, or the reason why not."""
 
     verified: bool
     reason: str = ""

@@ -435,7 +435,7 @@ class CompactionPolicy:
 
 
 def _nothing() -> None:
-    """Do nothing: the default of ``let_go``."""
+    """No-op, the default of ``let_go``."""
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class GroupPenalty:
         return found
 
     def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
-        """Do nothing before the optimizer's step; overridden by penalties that mask gradients."""
+        """Hook before the optimizer's step, a no-op; penalties that mask gradients override it."""
 
     @torch.no_grad()
     def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:

@@ -45,9 +45,10 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
     else:
         batches = iter(given)
     example, feeds = piece.answers[0].inputs, list[Feed]()
+    wanted = [torch.as_tensor(leaf) for leaf in piece.read(example)]
     for batch in batches:
         leaves = [torch.as_tensor(leaf) for leaf in piece.read(_arguments(batch, example))]
-        _check_sizes(leaves, piece)
+        _check_sizes(leaves, wanted, piece.sizes)
         for name, leaf in zip(names, leaves, strict=True):
             if leaf.is_floating_point() and not leaf.isfinite().all():
                 raise UsageError(
@@ -137,10 +138,11 @@ def _arguments(batch: Any, example: Inputs) -> Inputs:
     return args, kwargs
 
 
-def _check_sizes(leaves: Sequence[Tensor], piece: ExportedPart) -> None:
+def _check_sizes(
+    leaves: Sequence[Tensor], wanted: Sequence[Tensor], sizes: Sequence[Mapping[int, str]]
+) -> None:
     """Raise UsageError where inputs differ from the example in a fixed size or kind of numbers."""
-    wanted = [torch.as_tensor(leaf) for leaf in piece.read(piece.answers[0].inputs)]
-    for leaf, other, free in zip(leaves, wanted, piece.sizes, strict=True):
+    for leaf, other, free in zip(leaves, wanted, sizes, strict=True):
         fixed = [dim for dim in range(1, other.ndim) if dim not in free]
         sizes_differ = any(leaf.shape[dim] != other.shape[dim] for dim in fixed)
         if sizes_differ or leaf.is_floating_point() != other.is_floating_point():
