@@ -64,7 +64,7 @@ Compensate = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
 
 
-@with_settings("loss", "metric", "round_to", "measures")
+@with_settings("loss", "metric", "round_to", "target", "measures")
 def fit(
     file: options.GatedFile = None,
     budget: Budget = None,
@@ -108,7 +108,8 @@ def fit(
     table = latency_table(latency, path, budget)
     divides = compensate and score == _AUTO
     tells = score == _AUTO and spec is not None and bool(budget) and not (kind or compensate)
-    request: dict[str, Any] = {"round_to": asked.round_to, "latency": table, "kinds": kind or ()}
+    request: dict[str, Any] = {"round_to": asked.round_to, "target": asked.target}
+    request |= {"latency": table, "kinds": kind or ()}
     check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
     source = load_data(spec, root, model, words)

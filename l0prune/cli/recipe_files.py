@@ -17,6 +17,7 @@ from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.plan.limits import limits
 from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.criteria import check_name
 from l0prune.training.fields import current_names
 from l0prune.training.settings import Settings
@@ -105,6 +106,7 @@ class FitSection(_Section):
     batches: int | None = Field(None, ge=1, le=MOST)
     batch_size: int = Field(100, ge=1, le=MOST)
     round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = "auto"
+    target: Annotated[str, AfterValidator(check_target)] = TARGET
     kinds: list[str] = []
 
 

@@ -12,6 +12,7 @@ from l0prune.cli import options
 from l0prune.cli.export import folders, say_written
 from l0prune.cli.messages import emit, err, shown
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
+from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
 
@@ -31,6 +32,7 @@ Recover = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 
 
+@with_settings("round_to", "target")
 def shrink(
     model: options.Model = None,
     model_option: options.ModelOption = None,
@@ -41,6 +43,8 @@ def shrink(
     budget: Budget = None,
     tolerance: Tolerance = None,
     recover: Recover = 0,
+    *,
+    settings: dict[str, Any],
     samples: options.Samples = 512,
     batch_size: options.Batch = 64,
     exclude: options.Exclude = None,
@@ -71,7 +75,7 @@ def shrink(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
+    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
     with shown(err):
         small = l0prune.shrink(

@@ -19,6 +19,7 @@ from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.device import device_of, on_device
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.selection.compensate import (
@@ -32,6 +33,7 @@ from l0prune.selection.compensate import (
 )
 from l0prune.selection.division import Division
 from l0prune.selection.fit import check_request, fit_and_compensate
+from l0prune.selection.fitting import Widths
 from l0prune.timing.measure import measure
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
@@ -53,6 +55,8 @@ def shrink(
     *,
     tolerance: float | str | None = None,
     recover: int = 0,
+    round_to: Widths = "auto",
+    target: str = TARGET,
     latency: Source | None = None,
     samples: int = SAMPLES,
     batch_size: int = BATCH_SIZE,
@@ -74,6 +78,7 @@ def shrink(
             examples get another class, or of the outputs' variance is error without classes.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
+        round_to, target: see ``fit``.
         latency: a table of times for a budget in latency; one is measured where none is given.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
@@ -94,17 +99,18 @@ def shrink(
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
+    widths: Any = {"round_to": round_to, "target": check_target(target)}
     if budget is not None:
         latency = measure(work) if latency is None and _is_about_time(budget) else latency
-        asked: Any = {"round_to": "auto", "latency": latency, "kinds": ()}
-        check_request(work, budget, **asked, scored=True, data=False)
+        widths["latency"] = latency
+        check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed)
+            curve, before = _smallest(found, division, allowed, widths)
         else:
-            before = fit_and_compensate(found, budget, division, latency=latency)[1].after
+            before = fit_and_compensate(found, budget, division, **widths)[1].after
         judged, place = found.judged, device_of(found.root)
     if recover:
         task = with_pseudo_labels(inputs, model, device=device, held_out=judged)
@@ -131,7 +137,7 @@ def _is_about_time(budget: LimitsLike) -> bool:
 
 
 def _smallest(
-    found: Calibration, division: Division, allowed: float
+    found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
@@ -146,7 +152,7 @@ def _smallest(
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = fit_and_compensate(found, f"macs={share:.4f}", division)[1].after
+            after = fit_and_compensate(found, f"macs={share:.4f}", division, **widths)[1].after
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue

@@ -132,16 +132,16 @@ class Torch:
     """Runtime PyTorch on a device, the first of ``providers``."""
 
     def __init__(self, kind: Callable[[str, int], Eager], providers: Sequence[str]) -> None:
-        self._kind, self.provider = kind, providers[0] if providers else "cpu"
+        self.kind, self.provider = kind, providers[0] if providers else "cpu"
         self.version = kind(self.provider, 1).version
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
-        return torch_results(job, self._kind(self.provider, job.threads))
+        return torch_results(job, self.kind(self.provider, job.threads))
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
-        turns = AlternatingTimer(job.model, self._kind(self.provider, job.threads), job.batch)
+        turns = AlternatingTimer(job.model, self.kind(self.provider, job.threads), job.batch)
         return lambda kept: collect.share(**turns.of_slots(kept, SECONDS))
 
 
