@@ -42,8 +42,8 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tun
 
 @with_settings(
     "loss", "metric", "lam", "budget", "measures", "round_to", "target", "counting", "penalty",
-    "elements",    "quantize", "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn", "start",
-    "settle", "compact", "augment", "seed", "device", "distill", "autocast", "accumulate",
+    "elements", "quantize", "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn",
+    "start", "settle", "compact", "augment", "seed", "device", "distill", "autocast", "accumulate",
     "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
