@@ -26,7 +26,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         help="What runs the network: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
-        "executorch, litert, eager, compile or cuda-graph (PyTorch)."
+        "executorch, litert; of PyTorch eager, compile, cuda-graph or torch-cuda-bf16."
     ),
 ]
 Provider = Annotated[

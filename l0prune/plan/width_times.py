@@ -20,12 +20,12 @@ from l0prune.plan.plan import BITS, Cost, Plan
 BLOCKS = (1, 4, 8, 16, 32, 64)
 LARGEST = 128  # slots: wider axes are taken for as fast, slot by slot, as one of this size
 _PRICE = 0.1  # share of the time that a block must gain, per share of the axis that it is
-_FEWEST = 2  # blocks of an axis
 _NARROWEST = 0.25  # share of an axis from which on widths count
 _POINTS = 64
 
-CONV, DEPTHWISE, OTHER_CONV, LINEAR = "conv", "depthwise", "other-conv", "linear"
-"""Kinds of layers; ``OTHER_CONV`` is over one or three spatial dims."""
+CONV, POINTWISE, DEPTHWISE = "conv", "pointwise", "depthwise"
+OTHER_CONV, LINEAR = "other-conv", "linear"
+"""Kinds of layers: a ``POINTWISE`` one has a kernel of 1, an ``OTHER_CONV`` no two spatial dims."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ class WidthTimes:
 
         Kinds are those of the layers that it meets. A larger block is taken if widths that are
         rounded to it, up or down such that their mean is the same, take less time: by a tenth of
-        the share of the axis that one block is.
+        the share of the axis that one block is. An axis of one block stays whole.
         """
         known = [self.times[kind] for kind in kinds if self.times.get(kind)]
         largest = min(size, LARGEST)
-        if not known or largest < _FEWEST * BLOCKS[1]:
+        if not known or largest <= BLOCKS[1]:
             return 1
         narrowest = max(min(filter(_is_odd, times)) for times in known)
         widths = np.linspace(max(narrowest, _NARROWEST * largest), largest, _POINTS)
         best, fastest = 1, _mean(known, widths, 1, largest)
         for block in BLOCKS[1:]:
-            if _FEWEST * block > largest:
+            if block > largest:
                 break
             time = _mean(known, widths, block, largest)
             if time < fastest * (1 - _PRICE * block / size):
@@ -173,4 +173,6 @@ def _kind(plan: Plan, tensor: str) -> str:
         return LINEAR
     if dims[1].size == 1 and axes_of(dims[0]) and not axes_of(dims[1]):
         return DEPTHWISE
-    return CONV if len(dims) == 4 else OTHER_CONV
+    if len(dims) != 4:
+        return OTHER_CONV
+    return POINTWISE if dims[2].size == dims[3].size == 1 else CONV

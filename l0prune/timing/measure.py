@@ -181,7 +181,8 @@ def measure(
         batch: examples in a call.
         runtime: ``"onnxruntime"``; ``"onnxruntime-int8"``, all in eight bits that can be;
             ``"openvino"``, ``"openvino-int8"``, ``"executorch"``, ``"litert"``; or of PyTorch
-            ``"eager"``, ``"compile"``, ``"cuda-graph"`` (on a GPU, without the host's time).
+            ``"eager"``, ``"compile"``, and on a GPU, without the host's time, ``"cuda-graph"`` or
+            ``"torch-cuda-bf16"``.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed.

@@ -24,7 +24,15 @@ from l0prune.errors import FileError, L0pruneError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import check_seal, parsed, read_json, sealed
-from l0prune.plan.width_times import CONV, DEPTHWISE, LARGEST, LINEAR, OTHER_CONV, WidthTimes
+from l0prune.plan.width_times import (
+    CONV,
+    DEPTHWISE,
+    LARGEST,
+    LINEAR,
+    OTHER_CONV,
+    POINTWISE,
+    WidthTimes,
+)
 from l0prune.running.stages import stage
 from l0prune.timing.eager import Eager
 from l0prune.timing.onnx_files import OnnxFiles
@@ -54,6 +62,10 @@ def _convolutions(width: int) -> nn.Module:
     )
 
 
+def _pointwise(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(_OUTER, width, 1), nn.ReLU(), nn.Conv2d(width, _OUTER, 1))
+
+
 def _depthwise(width: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(_OUTER, width, 1),
@@ -74,11 +86,16 @@ def _linears(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(4 * _OUTER, width), nn.ReLU(), nn.Linear(width, 4 * _OUTER))
 
 
-_SIDE, _LENGTH, _TOKENS = 14, 256, 64
+_SIDE, _WIDE_SIDE, _LENGTH, _TOKENS = 14, 28, 256, 64
 KINDS = {
     CONV: _Kind(_convolutions, (1, _OUTER, _SIDE, _SIDE), lambda w: 2 * 9 * _OUTER * w * _SIDE**2),
+    POINTWISE: _Kind(
+        _pointwise, (1, _OUTER, _WIDE_SIDE, _WIDE_SIDE), lambda w: 2 * _OUTER * w * _WIDE_SIDE**2
+    ),
     DEPTHWISE: _Kind(
-        _depthwise, (1, _OUTER, _SIDE, _SIDE), lambda w: (2 * _OUTER + 9) * w * _SIDE**2
+        _depthwise,
+        (1, _OUTER, _WIDE_SIDE, _WIDE_SIDE),
+        lambda w: (2 * _OUTER + 9) * w * _WIDE_SIDE**2,
     ),
     OTHER_CONV: _Kind(
         _other_convolutions, (1, _OUTER, _LENGTH), lambda w: 2 * 3 * _OUTER * w * _LENGTH
@@ -167,9 +184,9 @@ def _file(
 
 
 def _module(runtime: Eager, network: nn.Module, shape: tuple[int, ...]) -> Run:
-    value = torch.randn(shape, device=runtime.device)
+    value = torch.randn(shape, device=runtime.device, dtype=runtime.dtype)
     with runtime.running():
-        call = runtime.prepared(network.to(runtime.device).eval())
+        call = runtime.prepared(network.to(value).eval())
         call(value)
 
     def median(times: int) -> float:
@@ -240,7 +257,7 @@ def _usual_stairs(target: str) -> dict[str, Stairs]:
     block = _WIDE if not flags or "avx512f" in flags else _NARROW
     if target == "onnxruntime" or target.startswith("openvino"):
         conv = Stairs(block, 4, 1.5)
-        return {CONV: conv, DEPTHWISE: Stairs(block, 4, 2.0), OTHER_CONV: _FLAT,
+        return {CONV: conv, POINTWISE: conv, DEPTHWISE: Stairs(block, 4, 2.0), OTHER_CONV: _FLAT,
                 LINEAR: Stairs(block // 2, 1, 1.0)}  # fmt: skip
     if target.endswith("int8"):
         return {kind: Stairs(block, 4, 1.5) for kind in KINDS}
@@ -255,7 +272,13 @@ def usual(target: str) -> WidthTimes:
         kind: {width: stairs.time(width) for width in WIDTHS}
         for kind, stairs in _usual_stairs(target).items()
     }
-    rate = {CONV: 3e7, DEPTHWISE: 1e7, OTHER_CONV: 1.5e7, LINEAR: 3e7}  # of a core at 3 GHz
+    rate = {
+        CONV: 3e7,
+        POINTWISE: 2e7,
+        DEPTHWISE: 1e7,
+        OTHER_CONV: 1.5e7,
+        LINEAR: 3e7,
+    }  # of a core at 3 GHz
     return WidthTimes(target, "usual for it; it was not timed here", times, rate, 1e7)
 
 
