@@ -75,7 +75,7 @@ class GateTerms:
         settings = self._settings
         if settings.budget is None:
             return None
-        return Budget(
+        budget = Budget(
             self._model,
             settings.budget,
             steps=self._phases.learning,
@@ -84,6 +84,8 @@ class GateTerms:
             round_to=settings.round_to,
             latency=settings.latency,
         )
+        self.gates.asked = tuple(map(str, budget.limits))
+        return budget
 
     def _price_of_bits(self) -> CostModel | None:
         quantizer = self.gates.quantizer
