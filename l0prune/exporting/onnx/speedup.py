@@ -16,13 +16,14 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.branch import KIND
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import idle
 from l0prune.running.stages import stage
 from l0prune.selection.fitting import have_widths
 
 NEAR = 0.8  # share of the ideal from which on nothing has to be explained
 _MOST = 3  # losses that are told
 _SLIGHT = 0.02  # share of the small network's time, up to which a loss is not told
-_CALLS = 0.1  # the same of the time outside nodes, which a profile makes longer
+_CALLS = 0.2  # the same of the time outside nodes, which a profile makes longer
 _SHORT = 0.01  # milliseconds of a node, up to which its start counts
 _BUSY = 0.2  # spread of the turns, from which on the machine was busy
 _IN_TIME = ("latency", "speed")  # measures of budgets that are about time
@@ -238,13 +239,14 @@ def _measure(text: str) -> str:
 def settings_of(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: bool) -> Settings:
     """Return the settings of a network that keeps these slots, bool and flat.
 
-    Widths of axes that stay whole are the model's own.
+    Widths of axes that stay whole are the model's own, and those of branches that are gone none.
     """
     block, counts = runtime_block(), [int(kept[axis.slice].sum()) for axis in plan.axes]
+    is_gone = idle(plan, kept)
     cut = [
         count
         for axis, count, has_width in zip(plan.axes, counts, have_widths(plan), strict=True)
-        if has_width and count < axis.size
+        if has_width and count < axis.size and not is_gone[axis.start]
     ]
     gates_branches = any(axis.kind == KIND for axis in plan.axes)
     may_drop = bool(plan.branches) and not gates_branches
