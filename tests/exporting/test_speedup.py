@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from timed_network import gated
+from timed_network import Small
 
 import l0prune
 from l0prune.exporting.onnx import speedup
@@ -111,13 +111,13 @@ def test_what_is_beside_the_nodes_is_the_runtimes():
 
 
 def test_widths_of_the_model_itself_are_no_reason():
-    dense, small = [conv("a", 0.5, 100.0, (3, 32))], [conv("a", 0.5, 50.0, (3, 16))]
+    dense, small = [conv("a", 1.9, 100.0, (3, 32))], [conv("a", 1.7, 50.0, (3, 16))]
     (loss,) = losses_of(dense, small, found(1.8), 16)
     assert loss.cause == "size"
     (new,) = losses_of([], [conv("a", 1.7, 50.0)], found(1.8), 16)
     assert new.cause == "new"
-    moved = [conv("a", 0.5, 50.0, (16, 16), reorders=0.2)]
-    assert losses_of(dense, moved, found(1.8), 16)[0].cause == "widths"
+    moved = [conv("a", 1.7, 50.0, (16, 16), reorders=0.6)]
+    assert [each.cause for each in losses_of(dense, moved, found(1.8), 16)] == ["widths"]
 
 
 def test_nothing_is_advised_that_was_done():
@@ -141,7 +141,7 @@ def test_nothing_is_advised_that_was_done():
 
 def test_settings_are_those_of_the_cut(monkeypatch):
     monkeypatch.setattr(speedup, "runtime_block", lambda: 8)
-    model = gated()
+    model = l0prune.gate(Small().eval(), (torch.randn(2, 3, 12, 12),), exclude="head.in")
     gates = l0prune.gates(model)
 
     def settings(round_to):
@@ -151,10 +151,11 @@ def test_settings_are_those_of_the_cut(monkeypatch):
     assert settings(1) == Settings(("macs=0.5",), False, 8)
     gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
     assert settings(8).in_blocks
-    whole = settings_of(
-        gates.plan, torch.ones(gates.plan.size, dtype=torch.bool), (), has_int8=True
-    )
+    everything = torch.ones(gates.plan.size, dtype=torch.bool)
+    whole = settings_of(gates.plan, everything, (), has_int8=True)
     assert whole == Settings((), True, 8, has_int8=True)
+    everything[[axis.start for axis in gates.plan.axes if axis.kind == "branch"]] = False
+    assert settings_of(gates.plan, gates.plan.kept(everything), (), has_int8=True).in_blocks
 
 
 @pytest.mark.parametrize(("flags", "block"), [(["avx512f"], 16), (["avx2"], 8), ([], 16)])
