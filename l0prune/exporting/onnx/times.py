@@ -130,7 +130,8 @@ class DenseNetwork:
         parameters = [p for p in network.plain.parameters() if type(p) is nn.Parameter]
         self.macs = cost_of(network.plan).dense("macs")
         self.bytes = 4 * sum(p.numel() for p in parameters)
-        self._dtypes, self._example, self._free = network.dtypes, network.example, network.free
+        self._dtypes, self._free = network.dtypes, network.free
+        self._example = cast(network.example, None)
         hollow = {id(p): _parameter(torch.empty_like(p, device="meta"), p) for p in parameters}
         self._module = copied(network.plain, hollow)
         self._folder: Path | None = None
@@ -168,10 +169,10 @@ class DenseNetwork:
             with stage("writing the dense network, to time it"):
                 seeded = torch.Generator().manual_seed(0)
                 hollow = [p for p in self._module.parameters() if p.is_meta]
+                self._written = ()
                 filled = {id(p): _filled(p, seeded) for p in hollow}
                 module = placed(copied(self._module, filled), CPU)
-                given = cast(self._example, None)
-                _, single = class_programs(module, self._dtypes, given, self._free)
+                _, single = class_programs(module, self._dtypes, self._example, self._free)
                 write_runnable(single, path, self._folder / _DATA, sizes, opset)
             self._written = asked
         return path
