@@ -26,7 +26,7 @@ from l0prune.exporting.notes import CHANGED
 from l0prune.exporting.onnx.file import describe
 from l0prune.exporting.onnx.older import check_opset
 from l0prune.exporting.onnx.other_runtimes import tried_elsewhere
-from l0prune.exporting.onnx.speedup import measured, settings_of
+from l0prune.exporting.onnx.speedup import cut_facts, measured
 from l0prune.exporting.onnx.times import DenseNetwork
 from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart
 from l0prune.exporting.outcome import Outcome
@@ -197,8 +197,8 @@ class Export(Outcome):
             else:
                 dense.check_size()
             file = dense.file(pieces[0].sizes, opset)
-            settings = settings_of(self.plan, self.kept, self.asked, **facts)
-            self.speedup = measured(path, file, pieces[0], threads, macs, settings)
+            known = cut_facts(self.plan, self.kept, self.asked, **facts)
+            self.speedup = measured(path, file, pieces[0], threads, macs, known)
         except Exception as error:  # of torch, ONNX Runtime or the system: the file itself is right
             self._untimed = f"Not timed: {in_a_line(error)}"
             return None

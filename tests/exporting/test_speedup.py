@@ -11,12 +11,12 @@ from l0prune.exporting.onnx import speedup
 from l0prune.exporting.onnx.profile import LayerTime
 from l0prune.exporting.onnx.speedup import (
     RUNTIME,
+    CutFacts,
     Loss,
-    Settings,
     Speedup,
     advice_for,
+    cut_facts,
     losses_of,
-    settings_of,
 )
 from l0prune.exporting.onnx.times import Times
 
@@ -116,6 +116,10 @@ def test_widths_of_the_model_itself_are_no_reason():
     assert loss.cause == "size"
     (new,) = losses_of([], [conv("a", 1.7, 50.0)], found(1.8), 16)
     assert new.cause == "new"
+    odd = [conv("a", 1.7, 50.0, (3, 27))]
+    assert losses_of(dense, odd, found(1.8), 16)[0].reason.endswith("fills its blocks in part")
+    worse = [conv("a", 9.0, 50.0, (3, 27))]
+    assert losses_of(dense, worse, found(1.8), 16)[0].reason.endswith("takes a slower path")
     moved = [conv("a", 1.7, 50.0, (16, 16), reorders=0.6)]
     assert [each.cause for each in losses_of(dense, moved, found(1.8), 16)] == ["widths"]
 
@@ -126,36 +130,36 @@ def test_nothing_is_advised_that_was_done():
         Loss("", RUNTIME, 1.0, 0.1, "runtime", ""),
         Loss("e", "Add", 1, 0, "memory", ""),
     )
-    everything = advice_for(losses, Settings(("macs=0.5",), may_drop_branches=True))
+    everything = advice_for(losses, CutFacts(("macs=0.5",), may_drop_branches=True))
     assert [text.partition(" ")[0] for text in everything] == [
         "widths", "a", "gates", "more", "a",
     ]  # fmt: skip
-    rounded = advice_for(losses, Settings(("macs=0.5",), in_blocks=True))
+    rounded = advice_for(losses, CutFacts(("macs=0.5",), in_blocks=True))
     assert "round_to" not in " ".join(rounded)
-    in_time = advice_for(losses, Settings(("params=0.5", "layer3.*: latency=0.5")))
+    in_time = advice_for(losses, CutFacts(("params=0.5", "layer3.*: latency=0.5")))
     assert "speed=2" not in " ".join(in_time)
-    assert "eight bits" not in " ".join(advice_for(losses, Settings(has_int8=True)))
-    done = Settings(("speed=2",), in_blocks=True, has_int8=True)
+    assert "eight bits" not in " ".join(advice_for(losses, CutFacts(has_int8=True)))
+    done = CutFacts(("speed=2",), in_blocks=True, has_int8=True)
     assert advice_for((LOSS,), done) == ()
 
 
-def test_settings_are_those_of_the_cut(monkeypatch):
+def test_facts_are_those_of_the_cut(monkeypatch):
     monkeypatch.setattr(speedup, "runtime_block", lambda: 8)
     model = l0prune.gate(Small().eval(), (torch.randn(2, 3, 12, 12),), exclude="head.in")
     gates = l0prune.gates(model)
 
     def settings(round_to):
         l0prune.fit(model, "macs=0.5", torch.rand(gates.plan.size), round_to=round_to)
-        return settings_of(gates.plan, gates.plan.kept(gates.open()), gates.asked, has_int8=False)
+        return cut_facts(gates.plan, gates.plan.kept(gates.open()), gates.asked, has_int8=False)
 
-    assert settings(1) == Settings(("macs=0.5",), False, 8)
+    assert settings(1) == CutFacts(("macs=0.5",), False, 8)
     gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
     assert settings(8).in_blocks
     everything = torch.ones(gates.plan.size, dtype=torch.bool)
-    whole = settings_of(gates.plan, everything, (), has_int8=True)
-    assert whole == Settings((), True, 8, has_int8=True)
+    whole = cut_facts(gates.plan, everything, (), has_int8=True)
+    assert whole == CutFacts((), True, 8, has_int8=True)
     everything[[axis.start for axis in gates.plan.axes if axis.kind == "branch"]] = False
-    assert settings_of(gates.plan, gates.plan.kept(everything), (), has_int8=True).in_blocks
+    assert cut_facts(gates.plan, gates.plan.kept(everything), (), has_int8=True).in_blocks
 
 
 @pytest.mark.parametrize(("flags", "block"), [(["avx512f"], 16), (["avx2"], 8), ([], 16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ _MOST = 3  # losses that are told
 _SLIGHT = 0.02  # share of the small network's time, up to which a loss is not told
 _CALLS = 0.2  # the same of the time outside nodes, which a profile makes longer
 _SHORT = 0.01  # milliseconds of a node, up to which its start counts
+_SLOWER = 1.2  # times what full blocks would take, from which on a path is a slower one
 _BUSY = 0.2  # spread of the turns, from which on the machine was busy
 _IN_TIME = ("latency", "speed")  # measures of budgets that are about time
 RUNTIME = "runtime"  # the operator of a loss that is in no node
@@ -59,7 +61,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CutFacts:
     """Facts about a small network from which advice is chosen.
 
     Attributes:
@@ -187,23 +189,25 @@ def losses_of(
 
 
 def _loss(layer: LayerTime, was: LayerTime | None, block: int) -> Loss:
-    share = layer.work / was.work if was is not None and was.work else 1.0
-    due = 0.0 if was is None else was.ms * min(share, 1.0)
-    return Loss(*layer.key, layer.ms, due, *_reason(layer, was, share, block))
-
-
-def _reason(layer: LayerTime, was: LayerTime | None, share: float, block: int) -> tuple[Cause, str]:
-    """Return why a layer takes longer than its share, by what its times show."""
     if was is None:
-        return "new", "the dense network's file has no such node"
+        text = "the dense network's file has no such node"
+        return Loss(*layer.key, layer.ms, 0.0, "new", text)
+    share = layer.work / was.work if was.work else 1.0
+    cause, reason = _reason(layer, was, share, block)
+    return Loss(*layer.key, layer.ms, was.ms * min(share, 1.0), cause, reason)
+
+
+def _reason(layer: LayerTime, was: LayerTime, share: float, block: int) -> tuple[Cause, str]:
+    """Return why a layer takes longer than its share, by what its times show."""
     odd = [n for n in layer.widths if n % block and n not in was.widths]
     if layer.has_macs and odd:
         numbers = " and ".join(map(str, odd))
-        slower = (
-            "leaves its fast layout"
-            if (was.is_blocked and not layer.is_blocked) or layer.reorders > was.reorders
-            else "fills its blocks in part"
-        )
+        filled = prod(n / (ceil(n / block) * block) for n in layer.widths)
+        slower = "fills its blocks in part"
+        if layer.ms * filled > _SLOWER * was.ms * share:
+            slower = "takes a slower path"
+        if (was.is_blocked and not layer.is_blocked) or layer.reorders > was.reorders:
+            slower = "leaves its fast layout"
         return "widths", f"{numbers} channels are no multiple of {block}: the runtime {slower}"
     if layer.reorders > was.reorders and layer.reorders > layer.ms / 4:
         return "widths", "memory is put in another order for a layer beside it"
@@ -211,22 +215,23 @@ def _reason(layer: LayerTime, was: LayerTime | None, share: float, block: int) -
         return "start", f"at {1e3 * layer.ms / layer.nodes:.2g} µs a node, starting it counts"
     if layer.is_depthwise or not layer.has_macs:
         return "memory", "it waits for memory, whatever its MACs"
-    return "size", f"it takes {layer.ms / was.ms:.0%} of its time for {share:.0%} of its MACs"
+    of_time = layer.ms / max(was.ms, 1e-3)  # profiles count whole microseconds
+    return "size", f"it takes {of_time:.0%} of its time for {share:.0%} of its MACs"
 
 
-def advice_for(losses: Sequence[Loss], settings: Settings) -> tuple[str, ...]:
+def advice_for(losses: Sequence[Loss], facts: CutFacts) -> tuple[str, ...]:
     """Return what can bring a network nearer to its ideal and was not done yet."""
     causes = {loss.cause for loss in losses}
     found = []
-    if not settings.in_blocks:
-        found.append(f"widths in multiples of {settings.block} (round_to={settings.block})")
-    if not any(_measure(text) in _IN_TIME for text in settings.asked):
+    if not facts.in_blocks:
+        found.append(f"widths in multiples of {facts.block} (round_to={facts.block})")
+    if not any(_measure(text) in _IN_TIME for text in facts.asked):
         found.append("a budget in time (speed=2, on the command line --faster 2)")
-    if settings.may_drop_branches and causes & {"memory", "start", "runtime"}:
+    if facts.may_drop_branches and causes & {"memory", "start", "runtime"}:
         found.append("gates on whole branches (branches=True, no --no-branches)")
     if causes & {"start", "runtime"}:
         found.append("more examples in a call")
-    if causes & {"memory", "size"} and not settings.has_int8:
+    if causes & {"memory", "size"} and not facts.has_int8:
         found.append("a file in eight bits (int8=…, --int8)")
     return tuple(found)
 
@@ -236,8 +241,8 @@ def _measure(text: str) -> str:
     return text.rpartition("=")[0].rpartition(":")[2].strip()
 
 
-def settings_of(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: bool) -> Settings:
-    """Return the settings of a network that keeps these slots, bool and flat.
+def cut_facts(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: bool) -> CutFacts:
+    """Return the facts of a network that keeps these slots, bool and flat.
 
     Widths of axes that stay whole are the model's own, and those of branches that are gone none.
     """
@@ -250,7 +255,7 @@ def settings_of(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: b
     ]
     gates_branches = any(axis.kind == KIND for axis in plan.axes)
     may_drop = bool(plan.branches) and not gates_branches
-    return Settings(asked, not any(n % block for n in cut), block, may_drop, has_int8)
+    return CutFacts(asked, not any(n % block for n in cut), block, may_drop, has_int8)
 
 
 def measured(
@@ -259,7 +264,7 @@ def measured(
     piece: ExportedPart,
     threads: int,
     macs: tuple[int, int],
-    settings: Settings,
+    facts: CutFacts,
 ) -> Speedup:
     """Time a piece's file beside the dense network's, and find where time is lost.
 
@@ -268,14 +273,14 @@ def measured(
         piece: that the file was made from.
         threads: that a call may use.
         macs: of the dense network and of the small one.
-        settings: from which advice is chosen.
+        facts: from which advice is chosen.
     """
     given, batch = one_example(piece)
-    found = Speedup(settings.asked, times_of(path, dense, given, threads, batch), macs)
+    found = Speedup(facts.asked, times_of(path, dense, given, threads, batch), macs)
     if found.is_near:
         return found
     with stage("finding the layers that lose time"):
         before = profile_of(dense, given, threads, found.times.before)
         after = profile_of(path, given, threads, found.times.after)
-    losses = losses_of(before, after, found, settings.block)
-    return replace(found, losses=losses, advice=advice_for(losses, settings))
+    losses = losses_of(before, after, found, facts.block)
+    return replace(found, losses=losses, advice=advice_for(losses, facts))
