@@ -92,7 +92,7 @@ def cut(model: nn.Module, folder: Path, free: dict[str, dict[int, str]] | None) 
     l0prune.gate(model, model.example_input_array, dynamic_shapes=free)
     l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
     small = l0prune.export(model)
-    small.save_onnx(folder / "out.onnx")
+    small.save_onnx(folder / "out.onnx", time=False)
     return small
 
 

@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.export import folders, say_written
+from l0prune.cli.export import Timed, folders, say_written
 from l0prune.cli.messages import emit, err, shown
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
 from l0prune.cli.options import with_settings
@@ -55,6 +55,7 @@ def shrink(
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
+    timed: Timed = True,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
 ) -> None:
@@ -93,7 +94,7 @@ def shrink(
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
         if out or not files:
-            files += small.save_onnx(output_path(out, spec, ".small.onnx"))
+            files += small.save_onnx(output_path(out, spec, ".small.onnx"), time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

@@ -15,6 +15,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.exporting.export import export
 from l0prune.exporting.outcome import Step
 from l0prune.exporting.result import Export
+from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
@@ -119,6 +120,8 @@ def shrink(
         if _nearness(model, work, judged, place).error > before.error:
             put_back(work, compensated)
             warn(_UNDONE)
+    if allowed is not None:
+        gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
     result.fidelity, result.curve = _nearness(model, result.module, judged, place), tuple(curve)
     return result

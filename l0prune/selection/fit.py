@@ -359,6 +359,7 @@ def meet(
     try:
         choice, tried = corrected(fitting, start, observe, fill=fill)
         put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+        gates.asked = tuple(str(bound.limit) for bound in wanted)
     except BaseException:
         restore()
         raise

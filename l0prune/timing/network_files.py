@@ -81,7 +81,7 @@ class Exporter:
         small = export(self._model)
         check_single_network([piece.path for piece in small.pieces])
         with tempfile.TemporaryDirectory() as folder:
-            small.save_onnx(Path(folder) / "model.onnx")
+            small.save_onnx(Path(folder) / "model.onnx", time=False)
             model = onnx.load(str(Path(folder) / "model.onnx"))
         inputs = dict(_inputs(model, small.pieces[0], self._batch))
         if self._convert is not None:

@@ -75,7 +75,7 @@ class GateTerms:
         settings = self._settings
         if settings.budget is None:
             return None
-        return Budget(
+        budget = Budget(
             self._model,
             settings.budget,
             steps=self._phases.learning,
@@ -85,6 +85,8 @@ class GateTerms:
             target=settings.target,
             latency=settings.latency,
         )
+        self.gates.asked = tuple(map(str, budget.limits))
+        return budget
 
     def _price_of_bits(self) -> CostModel | None:
         quantizer = self.gates.quantizer

@@ -19,7 +19,7 @@ from l0prune.files.onnx_network import Origin
 from l0prune.infer.nodes import called, draws
 from l0prune.running.stages import stage
 
-_OF_FLOAT32 = ("certificate", "changed", "times")  # metadata about that file alone
+_OF_FLOAT32 = ("certificate", "changed", "speedup", "times")  # metadata about that file alone
 
 
 class Unfinished(ExitStack):
@@ -81,12 +81,16 @@ class InFloat32:
         piece: that it was made from.
         facts: its metadata.
         threads: that a call may use when it is timed.
+        is_timed: whether files made from it are timed, beside it.
+        dense: the dense network's file in float32, beside which they are timed, too.
     """
 
     path: Path
     piece: ExportedPart
     facts: Mapping[str, str]
     threads: int
+    is_timed: bool = True
+    dense: Path | None = None
 
     @property
     def is_apart(self) -> bool:
