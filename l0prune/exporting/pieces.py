@@ -217,7 +217,8 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
     exact = placed(exact, CPU)
     why_fixed = captured.why_fixed if captured else ""
     example = network.narrow(network.example)
-    return Whole(exact, dtypes, example, network.answers[""], make, network.free, why_fixed)
+    answers = tuple(answer.measured_on(exact) for answer in network.answers[""])
+    return Whole(exact, dtypes, example, answers, make, network.free, why_fixed)
 
 
 def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -255,6 +256,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     """Yield the pieces for inputs of one form: one, or one for each value of a number input."""
     small = network.small.get_submodule(path)
     small = small if device_of(small) == CPU else placed(copied(small), CPU)
+    answers = tuple(answer.measured_on(small) for answer in answers)
     dtypes = network.dtypes.below(path)
     made, single = programs(small, dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes

@@ -8,12 +8,14 @@ the same way. While a network runs in float64, never more than one layer of it i
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import no_torch_function, pytree, schema_of, shell
+from l0prune.capture.last_place import moved
 
 Fold = Callable[[Tensor], Tensor]
 _DETACH = torch.ops.aten.detach.default
@@ -160,6 +162,19 @@ def _replace(module: nn.Module, make: Callable[[Lent], Tensor]) -> None:
                 if id(old) not in made:
                     made[id(old)] = _as_parameter(make(old), old)
                 part._parameters[name] = made[id(old)]
+
+
+def move_values(module: nn.Module, seed: int) -> None:
+    """Move a module's lent values by one unit in the last place of float32, in place."""
+    seeds = count(seed)
+
+    def near(old: Lent) -> Tensor:
+        loan, own_seed = old.loan.given(old.dtype), next(seeds)
+        fold = loan.fold or (lambda values: values)
+        loan.fold = lambda values: moved(fold(values), own_seed).double()
+        return Lent(loan)
+
+    _replace(module, near)
 
 
 def read_of(borrower: nn.Module) -> frozenset[str]:
