@@ -23,7 +23,7 @@ from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
-from l0prune.exporting.certify.lending import move_values, read_of
+from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
@@ -244,7 +244,7 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
     Successive calls draw the same random numbers, if any.
     """
-    with torch.no_grad(), same_draws(model), _exact_products():
+    with Borrowing(), torch.no_grad(), same_draws(model), _exact_products():
         return call(lent(model), cast(given, None, device_of(model)))
 
 

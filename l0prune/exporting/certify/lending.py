@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import no_torch_function, pytree, schema_of, shell
+from l0prune.capture.compat import (
+    OpOverload,
+    TorchDispatchMode,
+    no_torch_function,
+    pytree,
+    schema_of,
+    shell,
+)
 from l0prune.capture.last_place import moved
 
 Fold = Callable[[Tensor], Tensor]
@@ -102,12 +109,69 @@ class Lent(Tensor):
         writes = schema_of(func).is_mutable
 
         def values(leaf: Lent) -> Tensor:
-            return leaf.loan.written() if writes else leaf.loan.read()
+            return leaf.loan.written() if writes else _value(leaf)
 
         plain_args, plain_kwargs = pytree.tree_map_only(Lent, values, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         is_first = bool(args) and isinstance(args[0], Lent) and result is plain_args[0]
         return args[0] if is_first else result
+
+
+def _value(lent: Lent) -> Tensor:
+    return lent.loan.read()
+
+
+_LOOPS = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
+
+
+class Borrowing(TorchDispatchMode):
+    """Context in which control flow and compiled functions take lent tensors.
+
+    ``torch.cond``, ``while_loop`` and ``scan`` know no subclass of tensors: they get the values,
+    and their branches run under this mode, too. torch.compile cannot trace lent tensors: what is
+    compiled runs as it is written.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile run inside, which ``flex_attention`` requires."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._stance = torch.compiler.set_stance("force_eager")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator; one that calls functions gets plain tensors."""
+        if not isinstance(func, OpOverload):
+            args, kwargs = pytree.tree_map_only(Lent, _value, (args, kwargs or {}))
+        if getattr(func, "__name__", "") in _LOOPS:
+            args = tuple(self._inside(each) if callable(each) else each for each in args)
+        return func(*args, **(kwargs or {}))
+
+    def _inside(self, branch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the branch of an operator as a function that runs under this mode."""
+
+        def run(*args: Any) -> Any:
+            TorchDispatchMode.__enter__(self)
+            try:
+                return branch(*args)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+
+        return run
 
 
 def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
