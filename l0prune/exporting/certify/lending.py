@@ -7,7 +7,8 @@ the same way. While a network runs in float64, never more than one layer of it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Self
 
@@ -134,6 +135,10 @@ class Borrowing(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._branches = 0  # that are running, one in another
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile run inside, which ``flex_attention`` requires."""
@@ -155,23 +160,39 @@ class Borrowing(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator; one that calls functions gets plain tensors."""
+        kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            args, kwargs = pytree.tree_map_only(Lent, _value, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(Lent, _value, (args, kwargs))
+        elif self._branches:  # autograd, which splits operators outside, is off in a branch
+            with self._again():
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if getattr(func, "__name__", "") in _LOOPS:
             args = tuple(self._inside(each) if callable(each) else each for each in args)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _inside(self, branch: Callable[..., Any]) -> Callable[..., Any]:
         """Return the branch of an operator as a function that runs under this mode."""
 
         def run(*args: Any) -> Any:
-            TorchDispatchMode.__enter__(self)
+            self._branches += 1
             try:
-                return branch(*args)
+                with self._again():
+                    return branch(*args)
             finally:
-                TorchDispatchMode.__exit__(self, None, None, None)
+                self._branches -= 1
 
         return run
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Context in which the mode acts while it handles an operator."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
 
 def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
