@@ -110,7 +110,9 @@ def test_it_is_cut_outside_and_whole_inside(kind, operator, tmp_path):
     l0prune.gate(model, (x,))
     bank = l0prune.gates(model)
     reasons = {pin.where: pin.reason for pin in bank.plan.pins}
-    inside = {"scan": ["cell.weight dim 0"], "cond": ["left dim 0", "right dim 1"], "": []}[operator]
+    inside = {"scan": ["cell.weight dim 0"], "cond": ["left dim 0", "right dim 1"], "": []}[
+        operator
+    ]
     assert all(f"operator {operator} at" in reasons[where] for where in inside)
     with torch.no_grad():
         bank.log_alpha[::2] = -10.0
