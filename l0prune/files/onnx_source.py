@@ -396,7 +396,7 @@ def _compared(network: OnnxNetwork, run: _Run, path: str) -> _Run:
     """Return the run with the network's error and the tolerance for it.
 
     Above the usual tolerance the file is compared with the network in float64 instead: it may
-    deviate by twice the network's rounding error in float32, or by ``TIMES`` the largest of several.
+    deviate by twice the network's rounding error in float32, or ``TIMES`` the largest of several.
 
     Raises:
         FileError: the error is too large.
@@ -416,9 +416,7 @@ def _compared(network: OnnxNetwork, run: _Run, path: str) -> _Run:
         raise FileError(f"{path} cannot be followed in torch: {first_line(error)}") from error
     if gap <= allowed:
         return replace(run, error=gap, tolerance=allowed)
-    cause = (
-        "An operator of the file means something else in torch than onnx2pytorch takes it for; "
-    )
+    cause = "An operator of the file means something else in torch than onnx2pytorch takes it for; "
     if gap <= TIMES * rounding:
         cause = (
             f"So does rounding in float32, by {rounding:.1e}, and where that is more than "

@@ -154,3 +154,77 @@ def test_the_outputs_of_parts_are_called_by_their_paths():
     _, checks = compare_in_parts(model, model, ["body"], list(INPUTS))
     names = [name for name, _ in checks[0].outputs]
     assert names == ["body.output", "body.output (2)", "output"]
+
+
+class Steep(nn.Module):
+    """Layers that amplify rounding, beside an output that does not round at all.
+
+    In float32 it has a fault, in the first output alone or in both.
+    """
+
+    def __init__(self, gain: float, fault: float = 0.0, of: str = "steep"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain=gain)
+        self.faults = {of: fault}
+
+    def forward(self, x):
+        steep = x
+        for layer in self.layers:
+            steep = layer(steep).sin()
+        faults = self.faults if x.dtype == torch.float32 else {}
+        return {
+            "steep": steep + faults.get("steep", 0.0),
+            "plain": x / 2 + faults.get("plain", 0.0),
+        }
+
+
+@pytest.fixture(scope="module")
+def steep():
+    """A network that rounds by so much that one and a half times as much has to be measured, and
+    ten times as much is no more than may be allowed: its gain, answers and measured rounding."""
+    for gain in torch.arange(1.8, 2.4, 0.03).tolist():
+        answers = answers_of(Steep(gain), INPUTS)
+        rounding, plain = answers[0].measured()
+        if max(1e-5, 2 * answers[0].rounding) < 1.3 * rounding and 10 * rounding < 1e-4:
+            assert plain < 1e-6
+            return gain, answers, rounding
+    raise AssertionError("none of these networks rounds by so much")
+
+
+def test_what_rounding_explains_is_no_fault(steep):
+    gain, answers, rounding = steep
+    fault = 1.5 * rounding * answers[0].scales[0]
+    check = float32(Certificate(tuple(compare(answers, Steep(gain, fault)))))
+    assert check.error == pytest.approx(1.5 * rounding, rel=0.1)
+    assert (check.rounding, check.tolerance) == (rounding, 2 * rounding)
+
+
+@torch.no_grad()
+def test_ten_times_the_rounding_is_a_fault(steep):
+    gain, answers, rounding = steep
+    faulty = Steep(gain, 10 * rounding * answers[0].scales[0])
+    with pytest.raises(CertificateError, match="graph in float32") as raised:
+        Certificate(tuple(compare(answers, faulty)))
+    assert f"(rounding alone: {rounding:.1e})" in str(raised.value)
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        Certificate(tuple(compare_file("onnx", answers, lambda given: [*faulty(*given).values()])))
+
+
+def test_the_rounding_of_one_output_excuses_no_other(steep):
+    gain, answers, rounding = steep
+    faulty = Steep(gain, 1.5 * rounding * answers[0].scales[1], "plain")
+    with pytest.raises(CertificateError, match=r"allowed 1\.0e-05"):
+        Certificate(tuple(compare(answers, faulty)))
+
+
+def test_rounding_is_measured_only_where_it_decides(steep, monkeypatch):
+    gain, _, _ = steep
+    answers = answers_of(Steep(gain), INPUTS)
+    monkeypatch.setattr("l0prune.exporting.certify.answers.move_values", None)
+    check = float32(Certificate(tuple(compare(answers, Steep(gain)))))
+    assert check.rounding == answers[0].rounding
+    with pytest.raises(TypeError):
+        answers[0].measured()

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # if that is too little, ``TIMES`` the rounding as measured in several runs. But no more than this,
 # beyond which float32 proves nothing.
 LARGEST = 1e-4
+
+Rounding = Callable[[], Sequence[float]]  # measures that of each output
 
 Compared = Literal[
     "graph", "class", "program", "onnx", "openvino", "executorch", "litert", "source"
@@ -191,7 +194,7 @@ def compare(
 ) -> Iterator[Check]:
     """Compare a model, or a part of it, with the gated model's answers, in the same dtypes.
 
-    In float32 the tolerance is 1e-5, or twice the gated model's rounding error, or three times the
+    In float32 the tolerance is 1e-5, or twice the gated model's rounding error, or twice the
     largest of several measured ones; at most 1e-4. Each check is yielded when it is done.
 
     Raises:
@@ -280,26 +283,37 @@ def compare_file(
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
     read: Callable[[Inputs], list[Any]] = tensors_in,
+    own: Rounding = tuple,
 ) -> list[Check]:
     """Compare a file in its runtime with the gated model, or a part of it, in float32.
 
-    ``read`` picks the inputs that the file reads.
+    ``read`` picks the inputs that the file reads; ``own`` measures the runtime's rounding of each
+    output, if that decides.
     """
-    checks = []
+    checks, own = [], cache(own)
     for answer in answers:
         found = run([torch.as_tensor(leaf) for leaf in read(cast(answer.inputs, torch.float32))])
-        checks.append(compare_run(what, answer, found, part))
+        checks.append(compare_run(what, answer, found, part, own))
     return checks
 
 
-def compare_run(what: Compared, answer: Answer, found: Sequence[Tensor], part: str = "") -> Check:
+def compare_run(
+    what: Compared, answer: Answer, found: Sequence[Tensor], part: str = "", own: Rounding = tuple
+) -> Check:
     """Compare a file's outputs with the gated model's, or a part's, in float32."""
-    return _check(what, answer.of_tensors(), found, torch.float32, part)
+    return _check(what, answer.of_tensors(), found, torch.float32, part, own)
 
 
-def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part: str = "") -> Check:
+def _check(
+    what: Compared,
+    answer: Answer,
+    found: Any,
+    dtype: torch.dtype,
+    part: str = "",
+    own: Rounding = tuple,
+) -> Check:
     errors = differences(answer.at(dtype), found, answer.scales)
-    error, allowed, rounding = _judged(answer, errors, dtype)
+    error, allowed, rounding = _judged(answer, errors, dtype, own)
     size, shapes = examples_in(answer.inputs), _shapes(answer.inputs)
     outputs = _outputs(answer.names, errors)
     name = name_of(dtype)
@@ -328,11 +342,12 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _judged(
-    answer: Answer, errors: Sequence[float], dtype: torch.dtype
+    answer: Answer, errors: Sequence[float], dtype: torch.dtype, own: Rounding
 ) -> tuple[float, float, float | None]:
     """Return the error that decides, the tolerance for it, and the rounding in float32.
 
-    Rounding is measured in several runs if one run leaves open whether the error is more.
+    Rounding is measured in several runs if one run leaves open whether the error is more, and then
+    in the runtime, by ``own``.
     """
     error, usual = largest(errors), TOLERANCE[name_of(dtype)]
     if dtype == torch.float64:
@@ -340,8 +355,14 @@ def _judged(
     alone = answer.rounding
     allowed = min(2 * alone, LARGEST) if 2 * alone > usual else usual
     known = alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
-    measured = answer.measured() if allowed < error <= LARGEST else ()
-    if len(measured) != len(errors) or not math.isfinite(sum(measured)):
+    most = [0.0] * len(errors)
+    for measure in (answer.measured, own) if allowed < error <= LARGEST else ():
+        measured = measure()
+        if len(measured) == len(errors) and math.isfinite(sum(measured)):
+            most = list(map(max, most, measured))
+        each = [max(min(TIMES * rounding, LARGEST), usual) for rounding in most]
+        if any(most) and all(e <= a for e, a in zip(errors, each, strict=True)):
+            break
+    if not any(most):
         return error, allowed, known
-    each = [max(min(TIMES * rounding, LARGEST), usual) for rounding in measured]
-    return max(zip(errors, each, measured, strict=True), key=lambda of: of[0] / of[1])
+    return max(zip(errors, each, most, strict=True), key=lambda of: of[0] / of[1])

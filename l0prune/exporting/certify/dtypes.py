@@ -328,7 +328,8 @@ class InOneDtype(Borrowing):
         self._turn.__enter__()
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(self._lifted.get(self._default, self._default))
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         """Put the default dtype back."""

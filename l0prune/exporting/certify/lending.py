@@ -146,7 +146,8 @@ class Borrowing(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._stance = torch.compiler.set_stance("force_eager")
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
