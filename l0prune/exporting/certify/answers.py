@@ -160,9 +160,14 @@ class Answer:
         return self.single
 
     @cached_property
+    def roundings(self) -> list[float]:
+        """Error of each output tensor in float32 by rounding alone, in one run."""
+        return differences(self.exact, self.at(torch.float32), self.scales)
+
+    @property
     def rounding(self) -> float:
-        """Error of the model in float32 by rounding alone, in one run."""
-        return largest(differences(self.exact, self.at(torch.float32), self.scales))
+        """The largest of ``roundings``."""
+        return largest(self.roundings)
 
     def measured_on(self, model: nn.Module, path: str = "") -> Answer:
         """Return the answer with a model, or its submodule, on which rounding is measured."""

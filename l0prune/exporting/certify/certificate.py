@@ -41,6 +41,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # if that is too little, ``TIMES`` the rounding as measured in several runs. But no more than this,
 # beyond which float32 proves nothing.
 LARGEST = 1e-4
+_LARGEST_MEASURED = 1e-2  # an error of more is none of rounding
 
 Rounding = Callable[[], Sequence[float]]  # measures that of each output
 
@@ -92,6 +93,11 @@ class Check:
         """Check that the error is within the tolerance; a NaN is not."""
         return self.error <= self.tolerance
 
+    @property
+    def is_of_rounding(self) -> bool:
+        """Check that float32 alone explains the error, though it is more than may be allowed."""
+        return self.rounding is not None and self.error <= TIMES * self.rounding
+
 
 _USUAL = (
     "The usual cause is a model whose forward is random in ways of its own (a generator, numpy) or "
@@ -141,7 +147,7 @@ class Certificate:
         if all(math.isnan(check.error) for check in failed):
             return _OF_NAN
         is_exact = any(check.dtype == "float64" for check in self.checks if check.passed)
-        if is_exact and all(c.dtype == "float32" and c.tolerance == LARGEST for c in failed):
+        if is_exact and all(check.is_of_rounding for check in failed):
             return _OF_ROUNDING
         return _USUAL
 
@@ -354,15 +360,16 @@ def _judged(
         return error, usual, None
     alone = answer.rounding
     allowed = min(2 * alone, LARGEST) if 2 * alone > usual else usual
-    known = alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
-    most = [0.0] * len(errors)
-    for measure in (answer.measured, own) if allowed < error <= LARGEST else ():
+    if not allowed < error <= _LARGEST_MEASURED:
+        return error, allowed, alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
+    most = answer.roundings
+    for measure in (answer.measured, own):
         measured = measure()
-        if len(measured) == len(errors) and math.isfinite(sum(measured)):
+        if len(measured) == len(most):
             most = list(map(max, most, measured))
         each = [max(min(TIMES * rounding, LARGEST), usual) for rounding in most]
-        if any(most) and all(e <= a for e, a in zip(errors, each, strict=True)):
+        if all(e <= a for e, a in zip(errors, each, strict=True)):
             break
-    if not any(most):
-        return error, allowed, known
-    return max(zip(errors, each, most, strict=True), key=lambda of: of[0] / of[1])
+    judged = zip(errors, each, most, strict=True)
+    error, allowed, rounding = max(judged, key=lambda of: of[0] / of[1])
+    return error, allowed, rounding if math.isfinite(rounding) else None
