@@ -111,7 +111,7 @@ def row(path: Path, folder: Path) -> str:
             if not model.free:
                 raise
             sizes = "fixed"
-            dense = cut(l0prune.ungate(model), folder, None)
+            dense = cut(l0prune.load_model(str(path)), folder, None)
     except L0pruneError as error:
         return f"{about} refused: {' '.join(str(error).split())[:240]} |"
     batch = "free" if not model.fixed_batch else str(model.fixed_batch)

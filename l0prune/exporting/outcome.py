@@ -207,10 +207,12 @@ class Outcome:
         yield sizes
         if self.gone:
             yield Text(f"Branches that are gone: {listed(self.gone)}.")
-        proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
+        numbers = "error", "rounding", "allowed"
+        proof = Table("compared", "precision", "batch", *numbers, title="Certificate")
         for c, batches in self.certificate.summary():
             what = f"{c.against} and {c.what}" + (f" of {c.part}" if c.part else "")
-            errors = f"{c.error:.1e}", f"{c.tolerance:.1e}"
+            alone = "" if c.rounding is None else f"{c.rounding:.1e}"
+            errors = f"{c.error:.1e}", alone, f"{c.tolerance:.1e}"
             proof.add_row(Text(what), c.dtype, ", ".join(map(str, batches)), *errors)
         yield proof
         if self.curve:

@@ -136,6 +136,7 @@ class Comparison(Section):
     inputs: list[list[int]] = Field(default_factory=list)
     outputs: dict[str, float] = Field(default_factory=dict)
     against: str = "gated"
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:

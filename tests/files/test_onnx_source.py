@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 import l0prune
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
+from l0prune.files import onnx_source
 from l0prune.files.model_sources import load_model
 
 
@@ -405,3 +407,60 @@ def test_the_comparison_is_of_an_input_that_matters(tmp_path):
     (x,) = model.example_input_array
     assert x.std() > 5  # at a deviation of 1 all is on the first class
     assert (model(x)[0] - model(x)[1]).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory):
+    """A file whose layers amplify rounding, and the rounding of its network as it is measured: by
+    enough that one and a half times as much has to be measured, and ten times as much is no more
+    than may be allowed."""
+    path = tmp_path_factory.mktemp("steep") / "net.onnx"
+    names, nodes = ["x", *(f"y{n}" for n in range(9)), "y"], []
+    for n, (before, after) in enumerate(pairwise(names)):
+        nodes += [node("MatMul", f"{before} w{n}", f"h{n}"), node("Sin", f"h{n}", after)]
+    for gain in np.arange(1.75, 2, 0.01):
+        drawn = np.random.default_rng(0).normal(size=(10, 6, 6))
+        weights = {f"w{n}": np.float32(gain * np.linalg.qr(w)[0]) for n, w in enumerate(drawn)}
+        network = load_model(written(path, nodes, weights, ("batch", 6)))
+        with torch.no_grad():
+            run = onnx_source._Run(network.example_input_array, [])
+            exact = onnx_source._exact(network, run.example)
+            own = onnx_source._difference(exact, [network(*run.example)])
+            rounding = onnx_source._rounding(network, run, exact)
+        if max(1e-5, 2 * own) < 1.3 * rounding and 10 * rounding < 1e-4:
+            return str(path), rounding
+    raise AssertionError("none of these networks rounds by so much")
+
+
+def faulty(monkeypatch, fault):
+    """ONNX Runtime gives outputs that are off by this much of their scale."""
+    right = onnx_source._run
+
+    def run(*args):
+        return [each + fault * each.abs().max() for each in right(*args)]
+
+    monkeypatch.setattr(onnx_source, "_run", run)
+
+
+def test_a_file_may_differ_by_what_float32_rounds(steep, monkeypatch):
+    path, rounding = steep
+    faulty(monkeypatch, 1.5 * rounding)
+    origin = load_model(path).origin
+    assert origin.error == pytest.approx(1.5 * rounding, rel=0.2)
+    assert origin.tolerance == 2 * rounding
+
+
+def test_a_file_that_differs_by_ten_times_as_much_is_refused(steep, monkeypatch):
+    path, rounding = steep
+    faulty(monkeypatch, 10 * rounding)
+    with pytest.raises(FileError, match="An operator of the file means something else"):
+        load_model(path)
+
+
+def test_a_file_that_rounds_by_more_than_can_be_compared_is_not_called_wrong(steep, monkeypatch):
+    path, _ = steep
+    faulty(monkeypatch, 2e-4)
+    monkeypatch.setattr(onnx_source, "_rounding", lambda *_: 1.5e-4)
+    with pytest.raises(FileError, match=r"So does rounding in float32, by 1\.5e-04") as raised:
+        load_model(path)
+    assert "means something else" not in str(raised.value)

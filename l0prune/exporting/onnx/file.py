@@ -22,6 +22,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
 from l0prune.capture.compat import one_onnx_registry, pytree
+from l0prune.capture.sizes import Inputs
+from l0prune.capture.symbolic import inputs_of
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names
@@ -321,6 +323,17 @@ class Session:
             values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
             feed = dict(zip(self._names, values, strict=True))
             return [torch.from_numpy(np.asarray(out)) for out in self._session.run(None, feed)]
+
+
+def outputs_of(program: ExportedProgram, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of a program in float32 that ONNX Runtime runs.
+
+    Raises:
+        L0pruneError: as ``write_runnable``.
+    """
+    session = Session(to_onnx(program).SerializeToString())
+    pairs = zip(inputs_of(program), pytree.tree_leaves(inputs), strict=True)
+    return session([leaf for value, leaf in pairs if isinstance(value, Tensor)])
 
 
 @contextlib.contextmanager

@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Check, compare_file
-from l0prune.exporting.onnx.file import describe, write_runnable
+from l0prune.exporting.onnx.file import describe, outputs_of, write_runnable
 from l0prune.exporting.onnx.older import data_beside
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.uncut import rounding_in
 from l0prune.files.atomic import replacement
 from l0prune.files.onnx_network import Origin
 from l0prune.infer.nodes import called, draws
@@ -68,8 +70,9 @@ class Unfinished(ExitStack):
         path, data = self.begin(file)
         session = write_runnable(piece.single, path, data, piece.sizes, opset, source, apart)
         describe(path, {"batch": piece.takes})
+        own = partial(rounding_in, outputs_of, piece.original)
         with stage("comparing the ONNX file with the gated model"):
-            return compare_file("onnx", piece.answers, session, piece.path, piece.read)
+            return compare_file("onnx", piece.answers, session, piece.path, piece.read, own)
 
 
 @dataclass(frozen=True)

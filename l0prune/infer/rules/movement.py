@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.capture.compat import size_hint
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
@@ -114,6 +115,8 @@ def repeat_interleave(infer: Inference, node: Node) -> Value:
     """Each slot ``n`` times in a row: slots × copies."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim, copies = argument(node, 2, "dim"), argument(node, 1, "repeats")
+    if isinstance(copies, Node) and shape_of(copies) is None:  # as many as the batch has examples
+        copies = size_hint(copies.meta.get("val"))
     if not isinstance(dim, int) or not isinstance(copies, int):
         infer.pin_all(source(node), "repeat_interleave with a count per slot")
         return tuple(Const(size) for size in shape)
