@@ -32,6 +32,7 @@ from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.programs import FORMATS, Format, write_program
+from l0prune.exporting.state import check_kept
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
@@ -186,7 +187,7 @@ class Export(Outcome):
         if self.preprocessing is not None:
             facts["preprocessing"] = self.preprocessing.model_dump_json()
         paths, pieces = [*files.paths.values()], self._made.pieces
-        if beside is not None and len(paths) == 1:
+        if beside is not None and len(paths) == 1 and not pieces[0].state:
             read, named = pieces[0].read(pieces[0].answers[0].inputs), pieces[0].sizes
             self.times = times_of(beside, paths[0], read, named, threads, opset)
             facts["times"] = self.times.to_dict()
@@ -233,6 +234,7 @@ class Export(Outcome):
             return self._save_program(kind, path)
         if Path(path).suffix == ".pt2":
             for piece in self.pieces:
+                check_kept(piece.lost, "program")
                 save = partial(torch.export.save, piece.program)
                 atomic_write(piece.file_of(path), save)
             return tuple(piece.file_of(path) for piece in self.pieces)
