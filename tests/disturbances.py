@@ -6,6 +6,7 @@ import random
 from collections import OrderedDict, deque
 
 import numpy as np
+import rich.style  # noqa: F401 (draws from Python's generator when it is loaded)
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +21,8 @@ def state_of(model: nn.Module) -> dict[str, object]:
     """Everything that the model holds, by path: tensors by object, values and gradient."""
     found: dict[str, object] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if _is_ours(module):
+            continue
         found[f"{name} class"] = type(module)
         for attribute, value in vars(module).items():
             _put(found, f"{name}.{attribute}", value, set())
@@ -29,9 +32,9 @@ def state_of(model: nn.Module) -> dict[str, object]:
 def _put(found: dict[str, object], path: str, value: object, above: set[int]) -> None:
     if isinstance(value, Tensor):
         assert not isinstance(value, FakeTensor), path
-        grad = None if value.grad is None else value.grad.tolist()
+        grad = None if not value.is_leaf or value.grad is None else value.grad.tolist()
         found[path] = id(value), _bits(value), value.requires_grad, grad
-    elif isinstance(value, nn.Module) or id(value) in above:
+    elif isinstance(value, nn.Module) or id(value) in above or _is_ours(value):
         found[path] = id(value)
     elif isinstance(value, _CONTAINERS):
         inner = value.items() if isinstance(value, dict) else enumerate(value)
@@ -41,9 +44,11 @@ def _put(found: dict[str, object], path: str, value: object, above: set[int]) ->
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         _put(found, f"{path} of {type(value).__name__}", vars(value), above | {id(value)})
     else:
-        found[path] = (
-            value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
-        )
+        found[path] = value if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "l0prune"
 
 
 def _bits(tensor: Tensor) -> object:

@@ -52,10 +52,13 @@ class Export(Outcome):
 
         Raises:
             CaptureError: torch.export can no longer follow the model.
-            CertificateError: a program does not compute what the module does.
+            CertificateError: a program does not compute what the module does, in one call or in
+                several in a row.
             UsageError: the module has other tensors than were exported.
         """
         self._look()
+        for piece in self._made.pieces:
+            check_kept(piece.lost, "program")
         shown: tuple[Compared, ...] = ("program",) if self.changed else ("graph", "program")
         if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
@@ -234,7 +237,6 @@ class Export(Outcome):
             return self._save_program(kind, path)
         if Path(path).suffix == ".pt2":
             for piece in self.pieces:
-                check_kept(piece.lost, "program")
                 save = partial(torch.export.save, piece.program)
                 atomic_write(piece.file_of(path), save)
             return tuple(piece.file_of(path) for piece in self.pieces)
