@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restor
 from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
+from l0prune.exporting.state import attributes_kept, state_of
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
@@ -48,6 +49,10 @@ class ExportedPart:
         free: further free sizes, by leaf of the inputs.
         why_fixed: why a size requested as free is fixed, as a clause.
         original: the user's gated model, for the rounding of runtimes; None in parts.
+        state: of a model captured whole the tensors that carry values from one call to the next, by
+            name, as its programs start.
+        lost: attributes by which a second call of the part differs from the first: no program keeps
+            what is no buffer.
         form: number from 1 of the piece among those of its part: a part that its model calls in
             several ways, such as with tensors of two and of three dims, has a piece for each.
     """
@@ -62,6 +67,8 @@ class ExportedPart:
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
     original: ReferenceType[nn.Module] | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -155,6 +162,13 @@ class Whole:
         if not answers:  # the module was compared with the gated one at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
+        state = {name: value.clone() for name, value in state_of(single).items()}
+        if state:  # all inputs in a row, each of them twice
+            inputs = [answer.inputs for answer in answers for _ in range(2)]
+            in_a_row = answers_of(self.module, inputs, whose="module")
+            piece = replace(piece, state=state, answers=in_a_row)
+        else:
+            piece = replace(piece, lost=attributes_kept(self.module, piece.answers[0]))
         why_fixed = made.why_fixed or self.why_fixed
         return (replace(piece, free=free, why_fixed=why_fixed, original=self.original),)
 
@@ -288,7 +302,8 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
     """Return whether the float32 program computes the answer; False if it cannot run."""
     try:
-        found = output_of(single.module(check_guards=False), answer.inputs, torch.float32)
+        apart = copied(single.module(check_guards=False))  # it may write into its buffers
+        found = output_of(apart, answer.inputs, torch.float32)
     except CertificateError:
         return False
     return difference(answer.single, found) <= LARGEST

@@ -23,6 +23,7 @@ from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare_run
 from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.state import check_kept, check_stateless
 from l0prune.exporting.uncut import rounding_in
 from l0prune.running.stages import stage
 
@@ -160,9 +161,12 @@ def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
     """Write a piece for the smallest batch among its answers, after running it for a comparison.
 
     Raises:
+        CertificateError: it keeps values from one call to the next.
         L0pruneError: it cannot be translated or run.
         UsageError: a package is not installed.
     """
+    check_kept(piece.lost, "program")
+    check_stateless(piece.single, f"program of {kind.label}", piece.path)
     answer: Answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
     args, kwargs = inputs = cast(answer.inputs, torch.float32)
     with stage(f"translating the smaller model to {kind.label}"):

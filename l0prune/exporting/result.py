@@ -34,6 +34,7 @@ from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.programs import FORMATS, Format, write_program
+from l0prune.exporting.state import check_kept
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
@@ -54,10 +55,13 @@ class Export(Outcome):
 
         Raises:
             CaptureError: torch.export can no longer follow the model.
-            CertificateError: a program does not compute what the module does.
+            CertificateError: a program does not compute what the module does, in one call or in
+                several in a row.
             UsageError: the module has other tensors than were exported.
         """
         self._look()
+        for piece in self._made.pieces:
+            check_kept(piece.lost, "program")
         shown: tuple[Compared, ...] = ("program",) if self.changed else ("graph", "program")
         if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
@@ -188,6 +192,9 @@ class Export(Outcome):
         pieces = self._made.pieces
         if len(pieces) != 1:
             self._untimed = "Not timed: the model is in several files, which have no one time."
+            return None
+        if pieces[0].state:
+            self._untimed = "Not timed: the file carries state from one call to the next."
             return None
         try:
             dense, macs = self._dense, (self.macs_before, self.macs)

@@ -142,6 +142,10 @@ class Memory:
         """Return the nodes that write in place into the memory of the node's value."""
         return self._writers[self._base[node]]
 
+    def writes_before(self, node: Node, reader: Node) -> list[Node]:
+        """Return the writes into the memory of the node's value before ``reader``, in order."""
+        return [w for w in self.writers(node) if self._order[w] < self._order[reader]]
+
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the node's users; for an in-place write also later readers of that memory."""
         yield from node.users
@@ -155,8 +159,43 @@ class Memory:
         """Yield the operands of a node, and the earlier writes into their memory."""
         for value in node.all_input_nodes:
             yield value
-            earlier = self._writers[self._base[value]]
-            yield from (each for each in earlier if self._order[each] < self._order[node])
+            yield from self.writes_before(value, node)
+
+
+_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
+
+
+def carried(graph: Graph, stored: Collection[Node]) -> list[Node]:
+    """Return those stored tensors that carry values from one call to the next.
+
+    The graph writes into them, and its outputs, or others of them, need what was there before. A
+    tensor that is overwritten as a whole before it is read carries nothing.
+    """
+    memory, found = Memory(graph), list[Node]()
+    end = graph.output_node()
+    pending, seen = [(value, end) for value in end.all_input_nodes], set[tuple[Node, Node]]()
+    while pending:
+        value, reader = pending.pop()
+        if (value, reader) in seen:
+            continue
+        seen.add((value, reader))
+        base, writes = memory.base(value), memory.writes_before(value, reader)
+        whole = [n for n, each in enumerate(writes) if _overwrites(each, base)]
+        for each in writes[whole[-1] if whole else 0 :]:
+            operands = each.all_input_nodes
+            pending += [(o, each) for o in operands if o is not base or not _overwrites(each, base)]
+        if whole:
+            continue
+        pending += [(operand, base) for operand in base.all_input_nodes]
+        if base in stored and memory.writers(base) and base not in found:
+            found.append(base)
+            pending.append((base, end))
+    return found
+
+
+def _overwrites(node: Node, base: Node) -> bool:
+    """Return whether a node overwrites all of a tensor with values from elsewhere."""
+    return node.args[0] is base and operator_name(node.target) in _OVERWRITES
 
 
 def region(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.copying import copied
+from l0prune.capture.copying import copied, copied_around
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import UsageError, warn
@@ -97,6 +97,7 @@ def shrink(
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work = copied(model)
+    model = copied_around(model)  # a forward may write into its module
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
@@ -123,7 +124,8 @@ def shrink(
     if allowed is not None:
         gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
-    result.fidelity, result.curve = _nearness(model, result.module, judged, place), tuple(curve)
+    nearness = _nearness(model, copied_around(result.module), judged, place)
+    result.fidelity, result.curve = nearness, tuple(curve)
     return result
 
 

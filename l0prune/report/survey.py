@@ -214,6 +214,7 @@ class Survey:
         weights: the weights that the layers were found by.
         whole: the streams between layers of which nothing can be cut, though each weight on one
             may be cut on its other side; those with the most parameters first.
+        state: buffers that carry values from one call to the next.
     """
 
     plan: Plan
@@ -225,6 +226,7 @@ class Survey:
     no_class: str | None = None
     weights: tuple[Weight, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = ()
+    state: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -303,6 +305,7 @@ class Survey:
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
             "draws": list(self.draws),
+            "state": list(self.state),
             "fixed_sizes": dict(self.fixed),
             "own_class": None if self.no_class is None else not self.no_class,
             "no_class": self.no_class,
@@ -360,6 +363,12 @@ class Survey:
                 f"In eval mode the model draws random numbers ({', '.join(self.draws)}): an "
                 "axis that a draw is as wide as stays whole, and no ONNX file can be made, since "
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
+            )
+        if self.state:
+            yield Text(
+                f"The model keeps {listed(list(self.state), 4)} from one call to the next: its "
+                "ONNX file has that as last inputs and outputs. Files in 8 or 16 bits, .pte and "
+                ".tflite will be refused, unless the forward takes and returns it."
             )
         yield from map(Text, self.fixed.values())
         if self.no_class:
@@ -446,6 +455,7 @@ def survey(
         no_class,
         weights,
         whole,
+        parts.state,
     )
 
 
