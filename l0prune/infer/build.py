@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.branches import Branches, branches, closing
-from l0prune.infer.dataflow import Ending, activations, folded
+from l0prune.infer.dataflow import Ending, activations, drop_unneeded, folded
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.inference import Inference, Mixed, Place, Read, Write
 from l0prune.infer.nodes import operator_name
@@ -60,6 +60,7 @@ def analyse(captured: Captured) -> Analysis:
         CaptureError: a pass failed; the text names the operator at which it did.
     """
     take_apart(captured.program)
+    drop_unneeded(captured.graph)
     infer = Inference(captured)
     infer.run()
     return analysed(infer)
@@ -342,9 +343,10 @@ class Builder:
         Parameters that the eval graph never reads (auxiliary heads) are in no export: not counted.
         """
         costs, captured = [], self.infer.captured
+        counted = captured.parameters.difference(captured.unused)
         needs = self.branches.parameters
         for name in self.infer.tensors:
-            if name in captured.parameters and name not in captured.unused:
+            if name in counted:
                 owner, of = name.rpartition(".")[0], needs[name]
                 costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name, of))
         for work in self.infer.works:
