@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from l0prune.capture.raw_reads import mark_raw_reads, take_out_marks
 from l0prune.capture.compat import STACK_OF_A_NODE, CallStack, pytree, replaced
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
@@ -102,8 +103,10 @@ def exported(
     """
     with one_at_a_time():
         stacks = replaced(*STACK_OF_A_NODE, CallStack)
-        with restore_attributes(module), stacks, SymbolicPatches():
+        marks = mark_raw_reads(module)
+        with restore_attributes(module), stacks, marks, SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
+        take_out_marks(program)
         _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)
         fill_by_mask(program)
