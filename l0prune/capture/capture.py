@@ -111,7 +111,7 @@ class Captured:
         inputs: names of the placeholder nodes that are the user's inputs.
         aliases: further names of tied tensors, each with the name used in ``names``.
         parameters: the names in ``names`` that are parameters, not buffers or constants.
-        unused: parameters of the model that the eval graph never touches.
+        own: names of all parameters of what was captured.
         batch: size of the batch that the graph was captured with.
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
@@ -129,7 +129,7 @@ class Captured:
     inputs: tuple[str, ...]
     aliases: dict[str, str]
     parameters: frozenset[str]
-    unused: tuple[str, ...]
+    own: tuple[str, ...]
     batch: int
     dynamic: bool
     path: str = ""
@@ -144,6 +144,13 @@ class Captured:
         """The fx graph."""
         graph: Graph = self.program.graph
         return graph
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The parameters that the eval graph never touches."""
+        read = (node.name for node in self.graph.nodes if node.users)
+        used = {self.names[name] for name in read if name in self.names}
+        return tuple(name for name in self.own if self.aliases.get(name, name) not in used)
 
     def stored(self, target: str) -> str:
         """Return the name in ``names`` of the tensor ``target`` of the program's module."""
@@ -252,16 +259,14 @@ def _index(
     inline_modes(program)
     program.graph.eliminate_dead_code()  # unused results are no part of the graph
     _name_modules(program.graph, path)
-    used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
     own = (within(path, name) for name, _ in model.get_submodule(path).named_parameters())
-    unused = tuple(name for name in own if canonical[name] not in used)
     return Captured(
         program=program,
         names=names,
         inputs=tuple(signature.user_inputs),  # type: ignore[arg-type]
         aliases=aliases,
         parameters=frozenset(parameters),
-        unused=unused,
+        own=tuple(own),
         batch=batch,
         dynamic=dynamic,
         path=path,

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from l0prune.capture.caches import without_cached_tensors
 from l0prune.capture.compat import STACK_OF_A_NODE, CallStack, pytree, replaced
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
 from l0prune.capture.masked_writes import fill_by_mask
+from l0prune.capture.raw_reads import mark_raw_reads, take_out_marks
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic_patches import SymbolicPatches, restore_recurrent_calls
 from l0prune.capture.threads import one_at_a_time
@@ -98,8 +100,10 @@ def exported(
     """
     with one_at_a_time():
         stacks = replaced(*STACK_OF_A_NODE, CallStack)
-        with undisturbed(module), stacks, SymbolicPatches():
+        marks, caches = mark_raw_reads(module), without_cached_tensors()
+        with undisturbed(module), stacks, marks, caches, SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
+        take_out_marks(program)
         _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)
         fill_by_mask(program)

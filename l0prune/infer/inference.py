@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -111,10 +111,13 @@ class Inference:
     """Facts about a captured graph, gathered while rules run over it.
 
     ``values`` holds for each node one expression per dim of its tensor; ``tensors`` the same
-    for each parameter, buffer and constant by its name.
+    for each parameter, buffer and constant by its name; ``unreached`` a reader of each
+    that is read where no gate acts. The forward gets those ``handed_out`` by named_parameters().
     """
 
     captured: Captured
+    handed_out: tuple[str, ...] = ()
+    unreached: Mapping[str, Node] = field(default_factory=dict)
     solver: Solver = field(default_factory=Solver)
     values: dict[Node, Value] = field(default_factory=dict)
     tensors: dict[str, tuple[Expr, ...]] = field(default_factory=dict)

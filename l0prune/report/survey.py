@@ -21,7 +21,8 @@ from l0prune.capture.copying import inside
 from l0prune.capture.sizes import ALL_FIXED, free_sizes
 from l0prune.capture.weights import Weight, weights_of
 from l0prune.exporting.preview import why_no_class
-from l0prune.gating.branch_trials import REFUSED, offered
+from l0prune.gating.axis_trials import offered
+from l0prune.gating.branch_trials import REFUSED
 from l0prune.infer.parts import inferred
 from l0prune.infer.reasons import Whole
 from l0prune.plan.branch import Branch

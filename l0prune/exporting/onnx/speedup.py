@@ -18,8 +18,8 @@ from l0prune.plan.branch import KIND
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import idle
+from l0prune.plan.width_times import have_widths
 from l0prune.running.stages import stage
-from l0prune.selection.fitting import have_widths
 
 NEAR = 0.8  # share of the ideal from which on nothing has to be explained
 _MOST = 3  # losses that are told

@@ -11,7 +11,7 @@ from torch.fx import Node
 from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Expr
+from l0prune.infer.solver import Expr, variables
 from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ def _without_weight(infer: Inference, node: Node, dim: Any, why: str = "") -> Va
     reduced = reduced_dims(dim, len(dims))
     for position in reduced:
         infer.read(dims[position], node, None, source(node), why=why)
+    kept = [p for p, dim in enumerate(dims) if p not in reduced and any(variables(dim))]
+    if len(kept) == 1:  # which may turn out to have the slots of a reduced one, as in W·Wᵀ
+        infer.carried[node, source(node)] = kept[0]
     return keep(infer, node, reduced)
 
 
