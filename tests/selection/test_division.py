@@ -7,8 +7,8 @@ from torch import nn
 import l0prune
 from l0prune.gating.attaching import bypass
 from l0prune.plan.limits import bounds, limits
-from l0prune.selection.compensate import relative_error
 from l0prune.selection.division import Division, _pooled
+from l0prune.selection.fidelity import relative_error
 
 
 def network():
