@@ -29,6 +29,17 @@ Tolerance = Annotated[
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs in which it then learns the original's answers.")
 ]
+ClassDim = Annotated[
+    int | None,
+    typer.Option(help="Dim of the outputs that holds the scores of classes, as -1."),
+]
+Worse = Annotated[
+    bool,
+    typer.Option(
+        "--allow-worse-than-mean",
+        help="Write a network, too, that says less of the outputs than their mean does.",
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 
 
@@ -52,6 +63,8 @@ def shrink(
     loadable_by: options.LoadableBy = None,
     dynamic: options.Dynamic = None,
     seed: options.Seed = 0,
+    class_dim: ClassDim = None,
+    allow_worse_than_mean: Worse = False,
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
@@ -88,6 +101,8 @@ def shrink(
             samples=samples,
             batch_size=batch_size,
             seed=seed,
+            class_dim=class_dim,
+            allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=free_dims(dynamic, module),
             **asked,
         )

@@ -26,7 +26,7 @@ from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.environment import as_html
-from l0prune.selection.compensate import Fidelity
+from l0prune.selection.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from l0prune.exporting.onnx.half import Half

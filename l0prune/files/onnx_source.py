@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from l0prune.capture.last_place import RUNS, TIMES, moved
-from l0prune.capture.threads import muted, one_at_a_time
+from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.files.onnx_conversion import Graph, constant, network_of
+from l0prune.files.onnx_folding import folded
 from l0prune.files.onnx_network import OnnxNetwork, Origin, identifier
 from l0prune.files.onnx_session import session_of
 
@@ -140,7 +141,8 @@ def _read(path: Path) -> tuple[onnx.ModelProto, str]:
         raise FileError(f"{path} is damaged: {first_line(error)}") from error
     opset = _opset(model)
     for node in model.graph.node:
-        _check_operator(node, opset, str(path))
+        if node.op_type not in _LOOPS:
+            _check_operator(node, opset, str(path))
     if opset < _FIRST_OPSET:
         raise FileError(
             f"{path} is of opset {opset}; l0prune reads {_FIRST_OPSET} and later. "
@@ -186,10 +188,10 @@ def _check_beside(tensor: onnx.TensorProto, path: Path) -> None:
 
 def _graph(model: onnx.ModelProto, path: str) -> tuple[Graph, list[Given]]:
     import onnx
-    import onnxscript.optimizer
 
-    with one_at_a_time(), muted():
-        onnxscript.optimizer.fold_constants(model)
+    model = folded(model)
+    for node in model.graph.node:  # those that were in branches, and branches that stay
+        _check_operator(node, _opset(model), path)
     try:
         weights = {
             each.name: np.array(onnx.numpy_helper.to_array(each))
@@ -224,8 +226,9 @@ def _check_operator(node: onnx.NodeProto, opset: int, path: str) -> None:
     if node.op_type in _LOOPS:
         raise FileError(
             f"{path} has {what}: control flow, by which the graph is another one from input to "
-            "input. Export the model so that it is gone (one branch, a fixed number of steps), or "
-            "prune the model that the file was made from."
+            "input (an If whose condition is constant is folded). Export the model so that it is "
+            "gone (one branch, a fixed number of steps), or prune the model that the file was made "
+            "from."
         )
     if not onnx.defs.has(node.op_type, opset, ""):
         raise FileError(

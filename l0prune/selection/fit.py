@@ -138,7 +138,9 @@ def _compensated(
     """Run ``fit`` with compensation, and return the export's amounts."""
     with calibration(model, _needed(data)) as found:
         division = found.division() if options["scores"] is None and budget is not None else None
-        return fit_and_compensate(found, budget, division, **options)[0]
+        counts, gain = fit_and_compensate(found, budget, division, **options)
+        gain.warn_if_useless()
+        return counts
 
 
 def fit_and_compensate(

@@ -36,6 +36,7 @@ from l0prune.exporting.onnx.operators import (
     written_as_products,
     written_out,
 )
+from l0prune.exporting.onnx.shared import share_transposed
 from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
 from l0prune.files.onnx_network import Origin
@@ -263,6 +264,7 @@ def to_onnx(
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
     arrange_weights(made)
+    share_transposed(made)
     flush_weights(made)
     if data is not None and (apart or is_large(made)):
         move_out(made, data)
