@@ -296,6 +296,17 @@ CASES = {
         IMAGE,
         {"0": 8, "1": 6},
     ),
+    "kernel_of_one_over_positions": (
+        Fn(
+            lambda m, x: m.o((y := m.u(x)) * m.s(m.t(y).relu()).sigmoid()),
+            u=nn.Linear(32, 8),
+            t=nn.Conv1d(5, 7, 1),
+            s=nn.ConvTranspose1d(7, 5, 1),
+            o=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"u": 8, "t": 7, "u.in": 32},
+    ),
     "merged_heads": attention(merged_heads),
     "alibi": attention(alibi),
     "picked_by_identity": (
