@@ -82,15 +82,16 @@ def expand(infer: Inference, node: Node) -> Value:
 
 
 def _copies(infer: Inference, node: Node, count: int) -> Expr:
-    """Return the dim to which a dim of size one is expanded.
+    """Return a dim of copies: as many as are kept of the axis that it meets.
 
-    A stored filter that is expanded over channels has as many copies as channels are kept, and so
-    has an index or a mask; the number of copies of a result does not change.
+    Copies of a result that meet no axis keep their number, as those of the keys in grouped
+    attention. Those of a stored filter, an index or a mask are read by nobody then.
     """
-    dtype = dtype_of(node)
+    dtype, dim = dtype_of(node), Var(count, copies=True)
     is_counted = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
-    is_fitted = is_counted or infer.is_weight(node)
-    return Var(count, copies=True) if is_fitted else Const(count, COPIES)
+    if not is_counted and not infer.is_weight(node):
+        infer.copies_of_results.append(dim)
+    return dim
 
 
 @rule("aten.repeat", "aten.tile", zero=of_operand(0))
@@ -118,8 +119,7 @@ def repeat_interleave(infer: Inference, node: Node) -> Value:
         infer.pin_all(source(node), "repeat_interleave with a count per slot")
         return tuple(Const(size) for size in shape)
     dim %= len(dims)
-    is_one = dims[dim].size == 1 < copies
-    many = _copies(infer, node, copies) if is_one else prod((dims[dim], Const(copies, COPIES)))
+    many = prod((dims[dim], _copies(infer, node, copies))) if copies > 1 else dims[dim]
     return (*dims[:dim], many, *dims[dim + 1 :])
 
 
