@@ -241,6 +241,16 @@ def keys_of_groups(m, x):
     return m.o(y.transpose(1, 2).flatten(2))
 
 
+def heads_over_edges(m, x):
+    """Attention over the edges of a ring: each place looks at itself and at the one before."""
+    rows, to = x.flatten(0, 1), torch.arange(10).repeat(2)
+    of = torch.cat([torch.arange(10), torch.arange(10).roll(1)])
+    q, k, v = (each(rows).view(10, 4, 8) for each in (m.q, m.k, m.v))
+    e = (q[to] * k[of]).sum(-1).sigmoid()
+    y = torch.zeros(10, 4, 8, dtype=x.dtype).index_add(0, to, e[..., None] * v[of])
+    return m.o(y.flatten(1)).view(2, 5, -1)
+
+
 def deformed_in_groups(m, x):
     import torchvision
 
@@ -324,6 +334,21 @@ CASES = {
         TOKENS,
         {"u": 8, "t": 7, "u.in": 32},
     ),
+    "diagonal": (
+        Fn(
+            lambda m, x: m.c(torch.diagonal(m.a(x).relu().mT @ m.b(x), dim1=-1, dim2=-2)),
+            a=nn.Linear(32, 8),
+            b=nn.Linear(32, 8),
+            c=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"a.head_dim": 8, "a.in": 32, "b.in": 32},
+    ),
+    "diagonal_made": (
+        Fn(lambda m, x: m.b(torch.diag_embed(m.a(x))), a=nn.Linear(32, 8), b=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 8, "a.in": 32},
+    ),
     "shares_of_groups": (
         Fn(
             shares_of_groups,
@@ -347,6 +372,11 @@ CASES = {
         {"q.heads": 2, "q.head_dim": 8, "v.head_dim": 8, **inputs},
     ),
     "merged_heads": attention(merged_heads),
+    "heads_over_edges": (
+        Fn(heads_over_edges, **qkv),
+        TOKENS,
+        {"q.heads": 4, "q.head_dim": 8, "v": 8, **inputs},
+    ),
     "alibi": attention(alibi),
     "picked_by_identity": (
         Fn(

@@ -61,6 +61,21 @@ def permute(infer: Inference, node: Node) -> Value:
     return tuple(dims[d] for d in dim_order(node, len(dims)))
 
 
+@rule("aten.diagonal", zero=each)
+def diagonal(infer: Inference, node: Node) -> Value:
+    """Of two dims the positions where both are the same slot, as a new last dim."""
+    dims = list(infer.dims(source(node)))
+    first, second = (int(argument(node, at, f"dim{at - 1}", at - 2)) % len(dims) for at in (2, 3))
+    one, other = dims[first], dims[second]
+    rest = [dim for place, dim in enumerate(dims) if place not in (first, second)]
+    if argument(node, 1, "offset", 0) == 0 and one.size == other.size:
+        infer.solver.unify(one, other)
+        return (*rest, infer.solver.resolve(one))
+    for dim in (one, other):
+        infer.solver.pin(dim, "a diagonal beside the main one is taken, or one of unequal dims")
+    return (*rest, Const((shape_of(node) or [0])[-1], "a diagonal"))
+
+
 @rule("aten.expand_as", zero=of_operand(0))
 def expand_as(infer: Inference, node: Node) -> Value:
     """Expansion to the shape of another tensor: expanded dims are cut with that tensor's."""
