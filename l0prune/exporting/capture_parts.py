@@ -77,7 +77,8 @@ def _captures(network: Network, frees_batch: bool) -> Iterator[Captured]:
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
     """Give a plan the switches and groups of the gates' plan, and no ``alike`` if that has none."""
     plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
-    plan = replace(plan, together=gated_by.together, allowed=gated_by.allowed)
+    groups = {name: getattr(gated_by, name) for name in ("together", "allowed", "divisors")}
+    plan = replace(plan, **groups)
     return plan if gated_by.alike else replace(plan, alike=())
 
 

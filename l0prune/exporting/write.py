@@ -25,6 +25,7 @@ from l0prune.exporting.result import Export
 from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
+from l0prune.files.earlier_cuts import remember, since_the_first
 from l0prune.files.onnx_network import OnnxNetwork, Origin
 from l0prune.gating.bank import Gates
 from l0prune.plan.cost import cost_of
@@ -63,6 +64,15 @@ def write(
     origin = network.plain.origin if isinstance(network.plain, OnnxNetwork) else None
     sizes = {name: network.plain.get_parameter(name).numel() for name in unused}
     note, images = note_on(network.comparisons, sizes), bank.facts.get("preprocessing")
+    cut = {
+        **manifest(network.plain, state, network.changes, network.layers),
+        "constants": apart,
+        "dropped": list(network.dropped),
+        "rebuild": {"verified": not reason, "reason": reason, "training": training},
+    }
+    if not reason:
+        cut = since_the_first(network.plain, cut)
+        remember(network.small, cut)
     return Export(
         module=network.small,
         rebuilt=not reason,
@@ -81,12 +91,7 @@ def write(
         _made=made,
         _note="\n".join(filter(None, (*notes, note, unclear, uncounted))),
         _state=state,
-        _manifest={
-            **manifest(network.plain, state, network.changes, network.layers),
-            "constants": apart,
-            "dropped": list(network.dropped),
-            "rebuild": {"verified": not reason, "reason": reason, "training": training},
-        },
+        _manifest=cut,
         _handed_out=handed_out,
         _unused=frozenset(unused),
         _dense=dense,

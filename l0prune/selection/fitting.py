@@ -308,9 +308,8 @@ class Fitting:
             if block > 1:
                 count = int(open_[self._plan.axes[number].slice].sum())
                 self._open_best(result, number, block * ceil(count / block))
-        for number in range(len(self._blocks) if self._plan.allowed else 0):
-            count = int(result[self._plan.axes[number].slice].sum())
-            self._open_best(result, number, self._plan.least_allowed(number, count))
+        for number in self._plan.limited:
+            self._open_best(result, number, self._plan.least_allowed(number, result))
         for numbers in self._plan.equally_wide:
             slices = {number: self._plan.axes[number].slice for number in numbers}
             counts = {number: int(result[of].sum()) for number, of in slices.items()}

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.rules.contraction import name_heads
 from l0prune.infer.rules.movement import source
 from l0prune.infer.solver import Expr, variables
 from l0prune.plan.layout import Const
@@ -44,7 +45,23 @@ def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
 @rule("aten.sum", zero=each)
 def total(infer: Inference, node: Node) -> Value:
     """A sum reads a dim without weights: exact where the slot's values are zero."""
+    _name_heads(infer, node)
     return _without_weight(infer, node, argument(node, 1, "dim"))
+
+
+def _name_heads(infer: Inference, node: Node) -> None:
+    """Record heads and head dims where products over the last dim are summed, one sum for a head.
+
+    It is the product of a matrix of heads with one of as many, written out, as scores over the
+    edges of a graph are: ``(x * weight).sum(-1)``.
+    """
+    given, dims = source(node), infer.dims(source(node))
+    factors = [shape_of(each) or [] for each in given.all_input_nodes]
+    is_product = operator_name(given.target) == "aten.mul" and len(factors) > 1
+    is_last = reduced_dims(argument(node, 1, "dim"), len(dims)) == [len(dims) - 1]
+    if is_product and is_last and all(f[-2:] == factors[0][-2:] and len(f) > 1 for f in factors):
+        if all(any(True for _ in variables(dim)) for dim in dims[-2:]):
+            name_heads(infer, [dims[-2]], [dims[-1]])
 
 
 @rule("aten.mean", zero=each)
