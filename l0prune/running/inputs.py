@@ -45,10 +45,12 @@ def inputs_for(model: nn.Module, given: Any) -> Any:
         return _of_tensors(given, arguments)
     if isinstance(given, tuple) and len(given) == 2:  # training and test data
         return tuple(None if each is None else inputs_for(model, each) for each in given)
+    if is_list:
+        return [arguments.batch(each) for each in given]
     source = Task.of(given).train
     if isinstance(source, Loaded):
         return Loaded(source.dataset, source.workers, None, _Collate(source, arguments))
-    return [*map(arguments.batch, source)] if is_list else _Batches(source, arguments)
+    return _Batches(source, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class _Arguments:
         return dict(zip(self.names, tensors, strict=False))
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch as a mapping of inputs, or with its targets beside it.
+        """Return a batch as a mapping of several inputs, or as inputs and targets or None.
 
         Raises:
             DataError: it has fewer tensors than the forward needs.
@@ -94,13 +96,13 @@ class _Arguments:
         if isinstance(batch, Tensor):
             batch = (batch,)
         is_tensors = isinstance(batch, tuple | list) and all(isinstance(x, Tensor) for x in batch)
-        if not is_tensors or not self.names:
+        if not is_tensors:
             return batch
         count = max(1, self.needed)
         if len(batch) < count:
             raise DataError(f"a batch of {len(batch)} tensors was given, but {self}")
         if len(batch) == count:
-            return self.named(batch)
+            return self.named(batch) if count > 1 else (batch[0], None)
         if len(batch) == count + 1 and count > 1:
             return self.named(batch[:-1]), batch[-1]
         return batch
@@ -130,7 +132,7 @@ def _of_tensors(given: Sequence[Tensor], arguments: _Arguments) -> Any:
 
 
 class _Batches:
-    """Batches of another source, in which inputs without targets are mappings."""
+    """Batches of another source, as ``_Arguments.batch`` returns them."""
 
     def __init__(self, source: Any, arguments: _Arguments) -> None:
         self._source, self._arguments = source, arguments

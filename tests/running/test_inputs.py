@@ -41,8 +41,8 @@ def test_tensors_for_each_argument_are_a_mapping_of_all_examples():
 def test_a_list_of_tensors_holds_batches():
     for given in (list(X.split(4)), X.split(4)):
         found = batches_of(One(), given)
-        assert [list(batch) for batch in found] == [["x"]] * 3
-        assert torch.equal(torch.cat([batch["x"] for batch in found]), X)
+        assert [targets for _, targets in found] == [None] * 3
+        assert torch.equal(torch.cat([inputs for inputs, _ in found]), X)
 
 
 @pytest.mark.parametrize("kind", ["list", "loader", "dataset"])
