@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_PROVIDERS = {"width_times": "timing.width_probe"}
+_PROVIDERS = {"latency_table": "timing.measure", "width_times": "timing.width_probe"}
 
 
 def provided(name: str) -> Callable[..., Any]:

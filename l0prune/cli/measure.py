@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +17,9 @@ from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import check_writable
+from l0prune.plan.targets import TARGET
 
 Threads = Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")]
 Batch = Annotated[int, typer.Option(help="Examples in one call.")]
@@ -97,7 +98,7 @@ def measure(
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
-        table = _timed(model, target, threads, batch, runtime, provider, samples, seed)
+        table = timed(model, target, threads, batch, runtime, provider, samples, seed)
     (called,) = with_step({}, path)["commands"]
     table = replace(table, command=called)
     table.save(target)
@@ -125,15 +126,41 @@ def _write_bundle(
     emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")
 
 
-def _timed(
+def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
+    """Return the given latency table, or that beside the model, timed if need be for a budget.
+
+    Raises:
+        FileError: the table that is given cannot be read.
+        UsageError: the target cannot be timed here.
+    """
+    if given is not None:
+        return l0prune.LatencyTable.load(given)
+    from l0prune.plan.limits import limits  # loads torch
+    from l0prune.plan.measures import Latency
+
+    if not budget or all(limit.measure != Latency.name for limit in limits(budget)):
+        return None
+    beside = output_path(None, str(path), LATENCY)
+    with suppress(FileError, UsageError):  # of another model, or none: it is made anew
+        table = l0prune.LatencyTable.load(beside)
+        table.of(l0prune.gates(model).plan)
+        if table.setting.runtime == target:
+            return table
+    table = timed(model, beside, runtime=target)
+    table.save(beside)
+    say(f"{beside} written: {table}")
+    return table
+
+
+def timed(
     model: object,
     target: Path,
-    threads: int,
-    batch: int,
-    runtime: str,
-    provider: str | None,
-    samples: int,
-    seed: int,
+    threads: int = 1,
+    batch: int = 1,
+    runtime: str = TARGET,
+    provider: str | None = None,
+    samples: int = 48,
+    seed: int = 0,
 ) -> l0prune.LatencyTable:
     """Measure the table, and keep the timing results beside its file."""
     import shutil

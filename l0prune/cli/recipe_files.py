@@ -232,12 +232,9 @@ class Recipe(RoundSection):
         return self
 
     @model_validator(mode="after")
-    def _has_times_for_budgets_in_them(self) -> Recipe:
+    def _takes_times_for_budgets_in_them(self) -> Recipe:
         if self.latency is None and any(Latency.name in p.limited for p in (*self.rounds, self)):
-            raise ValueError(
-                "a budget in latency needs times of the network: add a section [latency], or "
-                "latency.threads=1"
-            )
+            self.latency = LatencySection.model_validate({})
         return self
 
 

@@ -11,13 +11,13 @@ import l0prune
 from l0prune.cli import options
 from l0prune.cli.export import Timed, folders, say_written
 from l0prune.cli.messages import emit, err, shown
-from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
+from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
 
 Budget = Annotated[
-    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=0.5, …")
+    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=12ms, …")
 ]
 Tolerance = Annotated[
     str | None,
@@ -52,6 +52,7 @@ def shrink(
     data_root: options.DataRoot = None,
     tokenizer: options.Tokenizer = None,
     budget: Budget = None,
+    faster: options.Faster = None,
     tolerance: Tolerance = None,
     recover: Recover = 0,
     *,
@@ -84,8 +85,9 @@ def shrink(
         l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
         l0prune shrink transformers:DIR --data a.txt --budget params=0.8
     """
+    budget = with_speed(budget, faster)
     if bool(budget) == (tolerance is not None):
-        raise UsageError("give --budget macs=0.5, or --tolerance 1% in its place")
+        raise UsageError("give --faster 2, --budget macs=0.5, or --tolerance 1% in its place")
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)

@@ -34,10 +34,8 @@ from l0prune.selection.compensate import (
 )
 from l0prune.selection.division import Division
 from l0prune.selection.fidelity import Classes, Fidelity, fidelity
-from l0prune.selection.fit import check_request, fit_and_compensate
+from l0prune.selection.fit import check_request, fit_and_compensate, table_if_needed
 from l0prune.selection.fitting import Widths
-from l0prune.timing.measure import measure
-from l0prune.timing.table import LatencyTable
 from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
 
@@ -116,7 +114,7 @@ def shrink(
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
     if budget is not None:
-        latency = measure(work) if latency is None and _is_about_time(budget) else latency
+        latency = table_if_needed(work, limits(budget), latency, target)
         widths["latency"] = latency
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
@@ -160,10 +158,6 @@ class _Judge:
         place = self.place
         with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
             return fidelity(model, other, self.batches, self.classes.dim_of)
-
-
-def _is_about_time(budget: LimitsLike) -> bool:
-    return any(limit.measure == LatencyTable.name for limit in limits(budget))
 
 
 def _smallest(

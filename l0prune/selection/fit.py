@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
-from l0prune.plan.limits import Bound, LimitsLike, bounds, limits, warn_of_little
-from l0prune.plan.measures import Measure, Source
+from l0prune.plan.limits import Bound, Limit, LimitsLike, bounds, limits, warn_of_little
+from l0prune.plan.measures import Latency, Measure, Source
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of, without_idle
-from l0prune.plan.targets import TARGET
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.batches import usual_batch_size
+from l0prune.running.processes import run_on_first
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
@@ -69,7 +71,7 @@ def fit(
 
     Args:
         model: a gated model.
-        budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
+        budget: such as ``"speed=2"``, ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several; None to round widths only.
         scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
             gates' own log α; of gates that have not learned yet, the score ``"magnitude"``.
@@ -78,7 +80,8 @@ def fit(
             of a measure of the budget that has its own; 1 takes any widths.
         target: the runtime that the result is for, by its name in ``measure``.
         fill: open more where the budget leaves room.
-        latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
+        latency: a table of times, for a budget in latency, or for the widths of ``round_to``; for
+            the former one is made on the target where none is given.
         kinds: of the axes whose gates move; by default all, with scores all but branches.
         data: as for ``finetune``: branches go, too, so many that the loss is least half way.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
@@ -95,6 +98,7 @@ def fit(
     """
     gates = gates_of(model)
     gates.make_whole()
+    latency = table_if_needed(model, () if budget is None else limits(budget), latency, target)
     wanted = _wanted(gates.plan, budget, latency)
     if compensate:
         options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
@@ -287,6 +291,19 @@ def blocks_for(
             return tried
         refusals.append(_refusal(*missed, max(tried, default=1)))
     raise refusals[0]
+
+
+def table_if_needed(
+    model: nn.Module, wanted: Sequence[Limit], latency: Source | None, target: str
+) -> Source | None:
+    """Return the table of times for budgets in latency; on the target one is made if none is given.
+
+    In all processes it is that of the first one.
+    """
+    if latency is not None or all(limit.measure != Latency.name for limit in wanted):
+        return latency
+    found: Source = run_on_first(lambda: provided("latency_table")(model, check_target(target)))
+    return found
 
 
 def _given_widths(wanted: Sequence[Bound]) -> frozenset[int]:

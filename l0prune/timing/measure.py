@@ -20,6 +20,7 @@ from l0prune.files.checked_json import parsed, read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
+from l0prune.running.stages import stage
 from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
 from l0prune.timing.latency_fit import Samples, fit_model, fit_smooth
 from l0prune.timing.latency_model import LayoutSizes, Numbers
@@ -211,3 +212,24 @@ def measure(
         stack.enter_context(claimed(place))
         job = Job(model, place, threads, batch, samples, seed, progress)
         return table_of(plan, chosen.results(job))
+
+
+_made: dict[tuple[str, str], LatencyTable] = {}  # by plan and target, in this process
+
+
+def latency_table(model: nn.Module, target: str) -> LatencyTable:
+    """Return the table of a gated model on a target, timed here once in a process.
+
+    Raises:
+        UsageError: as ``measure``; or the target is not on this machine.
+    """
+    key = plan_id(gates_of(model).plan), target
+    if key not in _made:
+        with stage(f"timing the network at other widths on {target}"):
+            _made[key] = measure(model, runtime=target)
+    return _made[key]
+
+
+def known_table(model: nn.Module, target: str) -> LatencyTable | None:
+    """Return the table that ``latency_table`` made of a model in this process, if any."""
+    return _made.get((plan_id(gates_of(model).plan), target))

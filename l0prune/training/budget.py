@@ -37,7 +37,7 @@ from l0prune.plan.numbers import check_number, check_whole
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
 from l0prune.plan.targets import TARGET
-from l0prune.selection.fit import blocks_for, meet, unmet
+from l0prune.selection.fit import blocks_for, meet, table_if_needed, unmet
 from l0prune.selection.fitting import Movable, Widths
 
 _EVERY = 10  # steps between two estimates of the gradients' ratio
@@ -110,6 +110,7 @@ class Budget:
         self._steps, self._ramp = steps, ramp
         self._rate = RATE / steps if rate is None else rate
         plan = self._gates.plan
+        latency = table_if_needed(model, self.limits, latency, target)
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
         self.blocks = blocks_for(plan, self.bounds, round_to, latency, target=target)
         warn_of_little(plan, self.bounds)
