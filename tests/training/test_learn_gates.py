@@ -29,7 +29,9 @@ def test_frozen_weights_are_reported_where_they_were_to_learn(model):
     before = tensors(model)
     with pytest.warns(L0pruneWarning, match=r"all weights .* frozen .*learn='gates'"):
         l0prune.finetune(model, data(), epochs=1, **{**RUN, "learn": True})
-    assert {"0.weight", "0.bias", "4.weight", "4.bias"}.isdisjoint(differing(before, tensors(model)))
+    assert {"0.weight", "0.bias", "4.weight", "4.bias"}.isdisjoint(
+        differing(before, tensors(model))
+    )
     said = []
     for options in ({}, {"learn": "gates"}):
         pruner = l0prune.Pruner(model, lam=0.01, steps=4, say=said.append, **options)
