@@ -251,6 +251,22 @@ def heads_over_edges(m, x):
     return m.o(y.flatten(1)).view(2, 5, -1)
 
 
+def unpadded(m, x):
+    """Tokens of padding are taken out by their positions, and zeros put in their place."""
+    rows = x.flatten(0, 1)
+    index = (rows[:, 0] > 0).nonzero().flatten()
+    y = m.b(m.a(rows[index]).relu())
+    return m.c(torch.zeros(10, 8, dtype=x.dtype).index_put((index,), y).view(2, 5, 8))
+
+
+def masked(m, x):
+    """Tokens chosen by a mask are changed and added to their places, others stay."""
+    y, mask = m.a(x), x[..., 0] > 0
+    y = y.clone()
+    y[mask] = y[mask] + m.c(m.b(y[mask]).relu())
+    return m.d(y)
+
+
 def deformed_in_groups(m, x):
     import torchvision
 
@@ -370,6 +386,16 @@ CASES = {
         ),
         TOKENS,
         {"q.heads": 2, "q.head_dim": 8, "v.head_dim": 8, **inputs},
+    ),
+    "unpadded": (
+        Fn(unpadded, a=nn.Linear(32, 6), b=nn.Linear(6, 8), c=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 6, "b": 8, "a.in": 32},
+    ),
+    "masked": (
+        Fn(masked, a=nn.Linear(32, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 8), d=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 8, "b": 6, "a.in": 32},
     ),
     "merged_heads": attention(merged_heads),
     "heads_over_edges": (

@@ -11,15 +11,16 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from l0prune.capture.compat import size_hint
+from l0prune.capture.compat import bound_sizes, size_hint
 from l0prune.capture.copying import class_forwards
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.inlining import LOST_GRADIENT, inline_modes
@@ -205,7 +206,7 @@ def capture(
     constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()
     check_owned(part, [program.constants[name] for name in constants])
     _check_dtypes(program.graph)
-    _check_shapes(program.graph)
+    _check_shapes(program)
     captured = _index(model, program, batch or 1, found.is_free, path)
     return replace(
         captured,
@@ -233,9 +234,39 @@ def _check_dtypes(graph: Graph) -> None:
             )
 
 
-def _check_shapes(graph: Graph) -> None:
-    """Refuse tensors of data-dependent shape, some of which torch.export accepts."""
-    for node in graph.nodes:
+# Operators that return as many positions as a mask, or other values, have.
+CHOOSING = {
+    getattr(torch.ops.aten, name).default for name in ("nonzero", "nonzero_numpy", "masked_select")
+} | {torch.ops.aten.index.Tensor, torch.ops.aten.where.default}
+
+
+def _bound_chosen(node: Node) -> None:
+    """Give a number to the count of positions that a node chooses: that of all positions."""
+    values = node.meta.get("val")
+    masks = [each.meta.get("val") for each in node.all_input_nodes]
+    if node.target == torch.ops.aten.index.Tensor:
+        masks = [mask for mask in masks[1:] if mask.dtype in (torch.bool, torch.uint8)]
+    numbers = [size_hint(size) for size in masks[-1].shape] if masks else []
+    for value in values if isinstance(values, tuple | list) else [values]:
+        for size in value.shape if None not in numbers else ():
+            if numbers and not isinstance(size, int):
+                bound_sizes(size, prod(numbers))
+
+
+def _check_shapes(program: ExportedProgram) -> None:
+    """Refuse tensors of data-dependent shape, some of which torch.export accepts.
+
+    Positions may be chosen by the inputs alone. What weights have computed is rounded otherwise in
+    another dtype or runtime, and would then choose others.
+    """
+    signature = program.graph_signature
+    computed = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+    for node in program.graph.nodes:
+        if not computed.isdisjoint(each.name for each in node.all_input_nodes):
+            computed.add(node.name)
+        choosers = node.all_input_nodes[1:] or node.all_input_nodes
+        if node.target in CHOOSING and computed.isdisjoint(each.name for each in choosers):
+            _bound_chosen(node)
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
         if any(size_hint(size) is None for size in shape):

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from l0prune.capture.capture import CHOOSING
 from l0prune.capture.compat import FakeTensor
 from l0prune.capture.provenance import source_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
 from l0prune.infer.dataflow import joined
-from l0prune.infer.nodes import called, operator_name
+from l0prune.infer.nodes import called, hint, operator_name
 from l0prune.infer.parts import Parts
 from l0prune.infer.registry import is_strict, said, worked_at
 from l0prune.infer.rewrites.literals import Sizes
@@ -180,7 +181,7 @@ class Trials:
         mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
 
         def now(operand: Node) -> Any:
-            return values[operand] if operand in values else operand.meta.get("val")
+            return values[operand] if operand in values else _in_numbers(operand.meta.get("val"))
 
         for node in graph.nodes:
             old = node.meta.get("val")
@@ -195,13 +196,16 @@ class Trials:
             is_same = is_same and values.keys().isdisjoint(node.all_input_nodes)
             if node.op != "call_function" or is_same:
                 continue
-            args, kwargs = map_arg((node.args, node.kwargs), now)
+            wanted = _shapes(sizes, node)
             with mode, torch.no_grad():
-                value = node.target(*args, **kwargs)
+                args, kwargs = map_arg((node.args, node.kwargs), now)
+                if node.target in CHOOSING and _in_numbers(old) is not old:
+                    value = old.new_empty(wanted)
+                else:
+                    value = node.target(*args, **kwargs)
             found = _shapes_of(value)
             if old is None or found != _shapes_of(old):
                 values[node] = value
-            wanted = _shapes(sizes, node)
             if wanted is not None and found != wanted:
                 raise _WrongGraph(f"it has shape {found} where {wanted} is planned")
 
@@ -220,8 +224,16 @@ def _shapes(sizes: Sizes, node: Node) -> Any:
 def _shapes_of(value: Any) -> Any:
     """Return the shape of a tensor, or those of several; numbers are returned unchanged."""
     if isinstance(value, Tensor):
-        return list(value.shape)
+        return list(map(hint, value.shape))
     return [_shapes_of(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _in_numbers(value: Any) -> Any:
+    """Return a value with numbers for sizes that depend on data; itself without such sizes."""
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    is_fixed = not isinstance(value, Tensor) or all(type(size) is int for size in value.shape)
+    return value if is_fixed else value.new_empty(list(map(hint, value.shape)))
 
 
 def _alike(branches: Branches, names: Sequence[str]) -> list[list[str]]:

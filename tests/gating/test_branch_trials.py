@@ -211,3 +211,29 @@ def test_inputs_that_are_no_tensors_stay_what_they_are():
     survey = l0prune.survey(Scaled(), (torch.randn(2, 6), 3, None))
     assert [branch.name for branch in survey.branches] == ["b"]
     assert not refused(survey)
+
+
+def test_branches_before_tokens_that_data_choose_may_go():
+    """The same mask chooses twice: equally many, which no shape of the graph says."""
+
+    def forward(m, x):
+        y, mask = m.a(x), x[..., 0] > 0
+        y = y + m.c(m.b(y).relu())
+        rows = torch.arange(x.shape[0])[:, None].expand(mask.shape)[mask]
+        return m.d(torch.zeros_like(y[:, 0]).index_add(0, rows, y[mask] * 2))
+
+    layers = {
+        "a": nn.Linear(4, 8),
+        "b": nn.Linear(8, 6),
+        "c": nn.Linear(6, 8),
+        "d": nn.Linear(8, 3),
+    }
+    torch.manual_seed(0)
+    model, given = Fn(forward, **layers).eval(), torch.randn(2, 5, 4)
+    bank = l0prune.gates(l0prune.gate(model, (given,)))
+    assert "c" in bank.plan.names
+    bank.set_open("c", [])
+    small = l0prune.export(model)
+    assert small.gone == ("c",)
+    for chosen in (torch.randn(3, 5, 4), -torch.rand(3, 5, 4)):  # some tokens; none
+        torch.testing.assert_close(small.module(chosen), model(chosen))

@@ -59,9 +59,10 @@ def _name_heads(infer: Inference, node: Node) -> None:
     factors = [shape_of(each) or [] for each in given.all_input_nodes]
     is_product = operator_name(given.target) == "aten.mul" and len(factors) > 1
     is_last = reduced_dims(argument(node, 1, "dim"), len(dims)) == [len(dims) - 1]
-    if is_product and is_last and all(f[-2:] == factors[0][-2:] and len(f) > 1 for f in factors):
-        if all(any(True for _ in variables(dim)) for dim in dims[-2:]):
-            name_heads(infer, [dims[-2]], [dims[-1]])
+    is_alike = all(len(sizes) > 1 and sizes[-2:] == factors[0][-2:] for sizes in factors)
+    has_axes = all(any(True for _ in variables(dim)) for dim in dims[-2:])
+    if is_product and is_last and is_alike and has_axes:
+        name_heads(infer, [dims[-2]], [dims[-1]])
 
 
 @rule("aten.mean", zero=each)
