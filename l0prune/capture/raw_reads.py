@@ -100,8 +100,8 @@ def _take_out(
     """Do so in one graph, with inputs that are ``stored``, by name, or marked, by key and name."""
     marks = []
     for node in module.graph.nodes:
-        source = node.args[0] if node.target in _MARKS else None
-        if source is not None and source is node.args[1] and (source in stored or source in raw):
+        source = _marked_by(node)
+        if source in stored or source in raw:
             raw[node] = _MARKS[node.target], stored.get(source) or raw[source][1]
             marks.append(node)
         elif node.target in _WRAPPERS:
@@ -113,6 +113,18 @@ def _take_out(
     for node in reversed(marks):
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)
+
+
+def _marked_by(node: Node) -> Any:
+    """Return the tensor of which a node is a mark; None for other nodes."""
+    is_mark = node.target in _MARKS and node.args[0] is node.args[1]
+    return _attached(node.args[0]) if is_mark else None
+
+
+def _attached(node: Any) -> Any:
+    while node.target is torch.ops.aten.detach.default:  # as state_dict() does
+        node = node.args[0]
+    return node
 
 
 def _wrapped(module: GraphModule, node: Node) -> tuple[GraphModule, dict[Node, Any]]:
@@ -130,7 +142,8 @@ def _of(given: Mapping[Node, Any], known: Mapping[Node, Found]) -> dict[Node, Fo
     return {own: known[node] for own, node in given.items() if node in known}
 
 
-def raw_reads(node: Node, key: str) -> list[Node]:
-    """Return the stored tensors that a node reads as they were handed out, in the way of a key."""
+def raw_reads(node: Node, key: str) -> dict[Node, Node]:
+    """Return the operands that a node reads as they were handed out, with the stored tensors."""
     names = node.meta.get(key, ())
-    return [operand for operand in node.all_input_nodes if operand.name in names]
+    stored = {operand: _attached(operand) for operand in node.all_input_nodes if names}
+    return {operand: of for operand, of in stored.items() if of.name in names}

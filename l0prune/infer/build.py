@@ -71,8 +71,12 @@ def analyse(captured: Captured) -> Analysis:
 
 def _read_raw(captured: Captured, key: str) -> dict[str, Node]:
     """Return the stored tensors whose values are read in the way of a key, each with a reader."""
-    readers = ((each, node) for node in captured.graph.nodes for each in raw_reads(node, key))
-    return {captured.names[each.name]: node for each, node in readers if each in valued(node)}
+    return {
+        captured.names[stored.name]: node
+        for node in captured.graph.nodes
+        for operand, stored in raw_reads(node, key).items()
+        if operand in valued(node)
+    }
 
 
 def analysed(infer: Inference, only: Var | None = None) -> Analysis:
