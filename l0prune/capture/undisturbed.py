@@ -46,7 +46,8 @@ def code_undisturbed(model: nn.Module) -> Iterator[None]:
     """Restore what the code of a model's classes keeps, and no state of the model itself."""
     named = [(owner, _values(owner)) for owner in _code_of(model)]
     values = [value for _, of_owner in named for value in of_owner.values()]
-    kept = [*values, *filter(None, map(_attributes, values))]
+    objects = (value for value in values if not isinstance(value, _CONTAINERS))
+    kept = [*values, *filter(None, map(_attributes, objects))]
     before = [(each, _contents(each)) for each in _containers(kept, opens=False)]
     functions = [each for each in values if isinstance(each, _CACHED_FUNCTION)]
     misses = [each.cache_info().misses for each in functions]

@@ -142,7 +142,7 @@ def test_what_is_no_such_dtype_is_refused():
 
 
 class _Whole:
-    path = ""
+    path, state = "", ()
 
 
 @pytest.mark.slow

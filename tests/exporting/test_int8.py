@@ -204,6 +204,7 @@ def piece(dynamic=True, shape=(3,)):
     """What is known of a program whose forward takes a tensor and a number."""
     example = (torch.zeros(2, *shape), 4), {}
     return SimpleNamespace(
+        state=(),
         answers=(SimpleNamespace(inputs=example),),
         dynamic=dynamic,
         batches=ANY,
