@@ -105,8 +105,8 @@ class WidthTimes:
         if not wide:
             return f"widths in any number of slots: no block is faster in {self.target}"
         return (
-            f"widths in multiples of {', '.join(wide)}, which {self.target} computes fastest "
-            f"({self.origin})"
+            f"widths in multiples of {', '.join(reversed(wide))}, which {self.target} computes "
+            f"fastest ({self.origin}); round_to=1 leaves any"
         )
 
 

@@ -31,8 +31,10 @@ from l0prune.plan.globs import listed
 from l0prune.plan.layout import axes_of
 from l0prune.plan.measures import measure_of
 from l0prune.plan.plan import Axis, Pin, Plan
+from l0prune.plan.targets import TARGET
 from l0prune.report.layers import UNUSED, Layer, Side, layers_of
 from l0prune.running.environment import as_html
+from l0prune.selection.fitting import times_on
 
 T = TypeVar("T")
 
@@ -379,6 +381,9 @@ class Survey:
             )
         elif self.plan.code.reused:
             yield Text(self._on_class())
+        times = times_on(TARGET)
+        if max(blocks := times.blocks(self.plan), default=1) > 1:
+            yield Text(f"By default a cut leaves {times.describe(blocks)}.")
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def _on_class(self) -> str:

@@ -1,6 +1,7 @@
 """What a speedup says beside its ideal, where it is lost, and what is advised."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from l0prune.exporting.onnx.speedup import (
     losses_of,
 )
 from l0prune.exporting.onnx.times import Times
+from l0prune.plan.width_times import have_widths
 
 LOSS = Loss("deep", "Conv", 0.4, 0.1, "widths", "67 channels are no multiple of 16")
 
@@ -144,6 +146,8 @@ def test_nothing_is_advised_that_was_done():
 
 
 def test_facts_are_those_of_the_cut(monkeypatch):
+    eights = SimpleNamespace(blocks=lambda plan: [8 if has else 1 for has in have_widths(plan)])
+    monkeypatch.setattr(speedup, "times_on", lambda target: eights)
     monkeypatch.setattr(speedup, "runtime_block", lambda: 8)
     model = l0prune.gate(Small().eval(), (torch.randn(2, 3, 12, 12),), exclude="head.in")
     gates = l0prune.gates(model)

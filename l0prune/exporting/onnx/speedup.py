@@ -18,8 +18,9 @@ from l0prune.plan.branch import KIND
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import idle
-from l0prune.plan.width_times import have_widths
+from l0prune.plan.targets import TARGET
 from l0prune.running.stages import stage
+from l0prune.selection.fitting import times_on
 
 NEAR = 0.8  # share of the ideal from which on nothing has to be explained
 _MOST = 3  # losses that are told
@@ -66,8 +67,8 @@ class CutFacts:
 
     Attributes:
         asked: the budgets that its gates met, as text.
-        in_blocks: whether the widths that were cut are whole blocks of the runtime.
-        block: slots of such a block.
+        in_blocks: whether the widths that were cut are blocks in which the runtime is fastest.
+        block: channels that it computes at once.
         may_drop_branches: whether branches without gates could have gates.
         has_int8: whether a file in eight bits is written beside it.
     """
@@ -224,7 +225,7 @@ def advice_for(losses: Sequence[Loss], facts: CutFacts) -> tuple[str, ...]:
     causes = {loss.cause for loss in losses}
     found = []
     if not facts.in_blocks:
-        found.append(f"widths in multiples of {facts.block} (round_to={facts.block})")
+        found.append("widths in whole blocks of the runtime (the default, round_to='auto')")
     if not any(_measure(text) in _IN_TIME for text in facts.asked):
         found.append("a budget in time (speed=2, on the command line --faster 2)")
     if facts.may_drop_branches and causes & {"memory", "start", "runtime"}:
@@ -246,16 +247,15 @@ def cut_facts(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: boo
 
     Widths of axes that stay whole are the model's own, and those of branches that are gone none.
     """
-    block, counts = runtime_block(), [int(kept[axis.slice].sum()) for axis in plan.axes]
     is_gone = idle(plan, kept)
-    cut = [
-        count
-        for axis, count, has_width in zip(plan.axes, counts, have_widths(plan), strict=True)
-        if has_width and count < axis.size and not is_gone[axis.start]
-    ]
+    in_blocks = all(
+        count % block == 0 or count == axis.size or is_gone[axis.start]
+        for axis, block in zip(plan.axes, times_on(TARGET).blocks(plan), strict=True)
+        for count in [int(kept[axis.slice].sum())]
+    )
     gates_branches = any(axis.kind == KIND for axis in plan.axes)
     may_drop = bool(plan.branches) and not gates_branches
-    return CutFacts(asked, not any(n % block for n in cut), block, may_drop, has_int8)
+    return CutFacts(asked, in_blocks, runtime_block(), may_drop, has_int8)
 
 
 def measured(
