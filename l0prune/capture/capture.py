@@ -242,15 +242,16 @@ CHOOSING = {
 
 def _bound_chosen(node: Node) -> None:
     """Give a number to the count of positions that a node chooses: that of all positions."""
-    values = node.meta.get("val")
-    masks = [each.meta.get("val") for each in node.all_input_nodes]
+    values: Any = node.meta.get("val")
+    masks: list[Any] = [each.meta.get("val") for each in node.all_input_nodes]
     if node.target == torch.ops.aten.index.Tensor:
         masks = [mask for mask in masks[1:] if mask.dtype in (torch.bool, torch.uint8)]
-    numbers = [size_hint(size) for size in masks[-1].shape] if masks else []
+    numbers = [size_hint(size) for mask in masks[-1:] for size in mask.shape]
+    known = [number for number in numbers if number is not None]
     for value in values if isinstance(values, tuple | list) else [values]:
-        for size in value.shape if None not in numbers else ():
-            if numbers and not isinstance(size, int):
-                bound_sizes(size, prod(numbers))
+        for size in value.shape if known and len(known) == len(numbers) else ():
+            if not isinstance(size, int):
+                bound_sizes(size, prod(known))
 
 
 def _check_shapes(program: ExportedProgram) -> None:
