@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from l0prune.capture.compat import PRESERVED, pytree, size_expression
+from l0prune.capture.provenance import origin_of
 from l0prune.capture.sizes import ANY, Batches, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.kept_slots import KeptSlots
@@ -228,6 +229,7 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
             continue
         with module.graph.inserting_before(node):
             gather = picked(source, -1, fine, f"{KEPT_INPUTS}{weight.name}")
+        gather.meta.update(origin_of(node))
         node.replace_input_with(source, gather)
 
 
@@ -241,6 +243,7 @@ def _pick_shares(module: GraphModule, analysis: Analysis, sizes: Sizes) -> None:
             continue
         with module.graph.inserting_before(node):
             gather = picked(shares, mixed.shares_dim, kept, f"{KEPT_INPUTS}{name}")
+        gather.meta.update(origin_of(node))
         node.replace_input_with(shares, gather)
 
 
