@@ -37,7 +37,13 @@ Provider = Annotated[
         "such as cuda [the CPU]."
     ),
 ]
-Samples = Annotated[int, typer.Option(help="How many networks are timed.")]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        help="How many networks are timed [as many as predict others within 5 %, up to 48].",
+        show_default=False,
+    ),
+]
 Bundle = Annotated[
     Path | None,
     typer.Option(
@@ -59,7 +65,7 @@ def measure(
     batch: Batch = 1,
     runtime: Runtime = "onnxruntime",
     provider: Provider = None,
-    samples: Samples = 48,
+    samples: Samples = None,
     seed: options.Seed = 0,
     bundle: Bundle = None,
     results: Results = None,
@@ -89,7 +95,7 @@ def measure(
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:
-        _write_bundle(model, bundle, batch, samples, seed, runtime, json)
+        _write_bundle(model, bundle, batch, samples or _IN_BUNDLE, seed, runtime, json)
         return
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
@@ -98,7 +104,7 @@ def measure(
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
-        table = timed(model, target, threads, batch, runtime, provider, samples, seed)
+        table = timed(model, target, threads, batch, runtime, provider, samples or "auto", seed)
     (called,) = with_step({}, path)["commands"]
     table = replace(table, command=called)
     table.save(target)
@@ -108,6 +114,7 @@ def measure(
         say(f"warning: {table.warning}")
 
 
+_IN_BUNDLE = 48  # networks, as nothing tells there how well they predict
 _SHOWN = ("setting", "dense", "quality")
 
 
@@ -159,7 +166,7 @@ def timed(
     batch: int = 1,
     runtime: str = TARGET,
     provider: str | None = None,
-    samples: int = 48,
+    samples: int | str = "auto",
     seed: int = 0,
 ) -> l0prune.LatencyTable:
     """Measure the table, and keep the timing results beside its file."""

@@ -145,7 +145,7 @@ class LatencySection(_Section):
     provider: str | None = None
     threads: int = Field(1, ge=1, le=THREADS)
     batch: int = Field(1, ge=1, le=MOST)
-    samples: int = Field(48, ge=1, le=NETWORKS)
+    samples: Annotated[int, Field(ge=1, le=NETWORKS)] | Literal["auto"] = "auto"
 
 
 class ExitsSection(_Section):

@@ -8,24 +8,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from l0prune.capture.capture import Captured
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.certify.lending import settle
-from l0prune.exporting.network import copies_of, run
+from l0prune.exporting.network import Network, copies_of, run
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
-from l0prune.timing.facts import INPUT, NodeFacts, number_of
+from l0prune.timing.facts import INPUT, NodeFacts, facts_of_node, number_of
 from l0prune.timing.sizes import SizeFinder, check_single_network
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,12 +51,36 @@ class CutGraphs:
         check_single_network(self.plan.parts)
         self._batch = batch
 
+    def cut(self, open_: Tensor) -> Network:
+        """Return the captured network, whose graph has these slots open; bool, flat."""
+        whole = replace(self._captured, z=open_.to(torch.float64))
+        return run((select, slice_tensors, slice_graphs), whole)
+
     def network(self, open_: Tensor) -> GraphModule:
         """Return the network in which these slots are open; bool, flat."""
-        whole = replace(self._captured, z=open_.to(torch.float64))
-        (graph,) = run((select, slice_tensors, slice_graphs), whole).graphs.values()
+        (graph,) = self.cut(open_).graphs.values()
         settle(graph, self._dtype)  # parameters that were folded as they are read
         return graph.to(self._dtype)
+
+    @property
+    def captured(self) -> Captured:
+        """The capture that is cut."""
+        return self._captured.captured.found[0].analysis.captured
+
+    def operators(self, open_: Tensor) -> list[str]:
+        """Return the operators of the network in which these slots are open."""
+        (graph,) = self.cut(open_).graphs.values()
+        return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+    def constants(self) -> set[int]:
+        """Return all integers in the captured graph: arguments and sizes of the dense network."""
+        found: set[int] = set()
+        for node in self.captured.program.graph.nodes:
+            values = pytree.tree_leaves((node.args, node.kwargs, node.meta.get("val")))
+            shapes = (value.shape for value in values if isinstance(value, Tensor))
+            numbers = chain(values, *shapes)
+            found |= {number for number in numbers if type(number) is int}
+        return found
 
     def inputs(self) -> Inputs:
         """Return example inputs of the requested batch size."""
@@ -274,13 +300,31 @@ def facts_of(
 
 def _facts(alike: Sequence[TimedNode], finder: SizeFinder, numbers: Mapping[str, int]) -> NodeFacts:
     """Return the facts of one node in several networks."""
-    columns = zip(*(seen.shapes for seen in alike), strict=False)
-    same = (shapes for shapes in columns if len({len(shape) for shape in shapes}) == 1)
-    monomials = dict.fromkeys(map(finder.monomial, same))
+    columns = [seen.shapes for seen in alike]
+    tensors = [
+        finder.dims(shapes)
+        for shapes in zip(*columns, strict=False)
+        if len({len(shape) for shape in shapes}) == 1
+    ]
+    others = [_plain_arguments(seen.node) for seen in alike]
+    fixed = [
+        found[0] if len(set(map(str, found))) == 1 else "" for found in zip(*others, strict=False)
+    ]
     node = alike[0].node
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     reads = tuple(dict.fromkeys(_reads(node, numbers)))
-    return NodeFacts(name, without_call(module_of(node)), True, reads, tuple(monomials))
+    return facts_of_node(
+        (name, without_call(module_of(node)), True, reads),
+        tensors,
+        fixed,
+        () if all(len(each) == len(tensors) for each in columns) else (None,),
+    )
+
+
+def _plain_arguments(node: Node) -> list[Any]:
+    """Return the arguments of a node that are no nodes."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [leaf for leaf in leaves if not isinstance(leaf, Node)]
 
 
 def _reads(node: Node, numbers: Mapping[str, int]) -> Iterator[int]:

@@ -15,6 +15,7 @@ from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.layout import Layout, to_json
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import without_switches
+from l0prune.timing.sizes import Dims, Size
 
 
 def plan_id(plan: Plan) -> str:
@@ -48,6 +49,8 @@ class NodeFacts:
         has_weights: whether it reads a weight of two or more dims.
         reads: numbers of the nodes that it reads, and ``INPUT`` for an input of the network.
         monomials: sizes of the tensors that it reads and writes, up to constant factors.
+        kind: digest of all else that its time depends on: attributes, and constant factors of the
+            sizes. Empty if unknown.
     """
 
     operator: str
@@ -55,9 +58,47 @@ class NodeFacts:
     has_weights: bool
     reads: tuple[int, ...]
     monomials: tuple[Monomial, ...]
+    kind: str = ""
 
 
 FACTS = TypeAdapter(list[NodeFacts])
+
+
+def facts_of_node(
+    node: tuple[str, str, bool, tuple[int, ...]],
+    tensors: Sequence[Dims],
+    fixed: Sequence[object],
+    numbers: Dims = (),
+) -> NodeFacts:
+    """Return the facts of a node, from its first four and the sizes of its tensors' dims.
+
+    Args:
+        node: ``operator``, ``owner``, ``has_weights`` and ``reads`` of ``NodeFacts``.
+        tensors: dims of each tensor.
+        fixed: attributes that are the same at all widths.
+        numbers: attributes that follow the widths.
+    """
+    free = ([s.layout for s in dims if s and not s.is_constant] for dims in tensors)
+    monomials = tuple(dict.fromkeys(tuple(sorted(found, key=str)) for found in free))
+    place = {layout: number for number, layout in enumerate(_layouts_in(monomials))}
+
+    def as_numbers(size: Size) -> tuple[int, ...]:
+        where = -1 if size.is_constant else place.setdefault(size.layout, len(place))
+        return where, size.times, size.over, size.offset
+
+    known = [[size and as_numbers(size) for size in dims] for dims in (*tensors, numbers)]
+    is_known = all(None not in dims for dims in known)
+    kind = _digest(node[0], [str(each) for each in fixed], known) if is_known else ""
+    return NodeFacts(*node, monomials, kind)
+
+
+def _digest(*known: object) -> str:
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def _layouts_in(monomials: Sequence[Monomial]) -> tuple[Layout, ...]:
+    """Return the layouts that occur in monomials, in order."""
+    return tuple(dict.fromkeys(layout for monomial in monomials for layout in monomial))
 
 
 def number_of(node: int) -> str:
@@ -88,6 +129,8 @@ class Group:
         nodes: numbers of the nodes.
         monomials: sizes of the tensors read and written, up to factors; the constant first.
         branches: names of the branches of which the removal of any one removes the nodes.
+        kind: digest of the kinds of the nodes: groups of one kind take the same time at the same
+            sizes. Empty if unknown.
     """
 
     owner: Name
@@ -95,11 +138,12 @@ class Group:
     nodes: tuple[Name, ...]
     monomials: tuple[Monomial, ...]
     branches: tuple[Name, ...] = ()
+    kind: Name = ""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Layouts that occur in the monomials."""
-        return tuple(dict.fromkeys(layout for monomial in self.monomials for layout in monomial))
+        return _layouts_in(self.monomials)
 
     def time(self, times: Times) -> float:
         """Return the milliseconds of all nodes together."""
@@ -142,12 +186,18 @@ def _group(
     monomials: dict[Monomial, None] = {(): None}
     for number in numbers:
         monomials |= dict.fromkeys(facts[number].monomials)
+    place = {layout: i for i, layout in enumerate(_layouts_in([*monomials]))}
+    kinds = [
+        (facts[number].kind, [place[each] for each in _layouts_in(facts[number].monomials)])
+        for number in numbers
+    ]
     return Group(
         owner=facts[first].owner,
         operator=facts[first].operator,
         nodes=tuple(map(number_of, numbers)),
         monomials=tuple(monomials),
         branches=tuple(gone[first]),
+        kind=_digest(*kinds) if all(kind for kind, _ in kinds) else "",
     )
 
 

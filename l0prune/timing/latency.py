@@ -6,7 +6,7 @@ The blocks are the width multiples that a runtime prefers, axis by axis.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from l0prune.plan.width_times import have_widths
 from l0prune.selection.fitting import blocks_of
 from l0prune.timing.facts import Group
 from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
-from l0prune.timing.sizes import Widths, slots_of
+from l0prune.timing.sizes import Widths, slots_of_each
 
 _BLOCKS = (1, 4, 8, 16, 32)  # the finest first
 _NARROWEST = 0.25  # share of an axis: the least that budgets leave of most axes
@@ -34,30 +34,39 @@ _TRIED = 24  # networks by which blocks are compared
 _WORTH = 1e-4  # relative gain in time by which a block has to beat a finer one
 
 
-def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
+def preferred_blocks(plan: Plan, times: Callable[[Sequence[Widths]], Numbers]) -> list[int]:
     """Return for each axis the block with which networks of equal slot counts are fastest.
 
     Random widths are rounded to whole blocks, down or up, so that the mean number of slots does not
     depend on the block: where time is linear in a width, the block is 1. From the best common
     block, each axis in turn changes to its best block. An axis keeps at least one block, which
     disfavors large ones. The block is 1 on axes whose number of slots is no width of a tensor.
+
+    ``times`` returns the time of each of several networks.
     """
     networks = _networks(plan)
 
-    def total(blocks: list[int]) -> float:
-        return sum(time([each.by_chance() for each in of(blocks)]) for of in networks)
+    def totals(tried: Sequence[list[int]], number: int | None = None) -> list[float]:
+        """Return the time of all networks with each of these blocks, of which one is rounded."""
+        weighted = [
+            [pair for of in networks for pair in _weighted(of(blocks), number)] for blocks in tried
+        ]
+        found = iter(times([widths for pairs in weighted for widths, _ in pairs]))
+        return [sum(weight * float(next(found)) for _, weight in pairs) for pairs in weighted]
 
-    def with_one(blocks: list[int], number: int) -> float:
-        return sum(_expected(time, of(blocks), number) for of in networks)
-
-    best = min((blocks_of(plan, block, ()) for block in _BLOCKS), key=total)
+    common = [blocks_of(plan, block, ()) for block in _BLOCKS]
+    best = _fastest(common, totals(common), 0)
     for number, has_widths in enumerate(have_widths(plan)):
         if has_widths:
             tried = [[*best[:number], block, *best[number + 1 :]] for block in _BLOCKS]
-            times = [with_one(blocks, number) for blocks in tried]
-            enough = min(times) * (1 + _WORTH)
-            best = next(each for each, its in zip(tried, times, strict=True) if its <= enough)
+            best = _fastest(tried, totals(tried, number), _WORTH)
     return best
+
+
+def _fastest(tried: Sequence[list[int]], times: Sequence[float], worth: float) -> list[int]:
+    """Return the first of the fastest, within a share ``worth`` of the least time."""
+    enough = min(times) * (1 + worth)
+    return next(each for each, its in zip(tried, times, strict=True) if its <= enough)
 
 
 class _BlockRounding(NamedTuple):
@@ -72,16 +81,18 @@ class _BlockRounding(NamedTuple):
         return self.high if self.chance < self.part else self.low
 
 
-def _expected(
-    time: Callable[[Widths], float], widths: Sequence[_BlockRounding], number: int
-) -> float:
-    """Return the expected time over the random rounding of one width."""
-    rounded, one = [each.by_chance() for each in widths], widths[number]
-
-    def at(width: int) -> float:
-        return time([*rounded[:number], width, *rounded[number + 1 :]])
-
-    return (1 - one.part) * at(one.low) + one.part * at(one.high)
+def _weighted(
+    widths: Sequence[_BlockRounding], number: int | None
+) -> Iterator[tuple[Widths, float]]:
+    """Yield networks with their probabilities over the random rounding of one width, if any."""
+    rounded = [each.by_chance() for each in widths]
+    if number is None:
+        yield rounded, 1.0
+        return
+    one = widths[number]
+    for width, weight in ((one.low, 1 - one.part), (one.high, one.part)):
+        if weight:
+            yield [*rounded[:number], width, *rounded[number + 1 :]], weight
 
 
 def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]]]:
@@ -190,10 +201,18 @@ class TimedLatency(Latency):
 
     @cached_property
     def _blocks(self) -> list[int]:
-        def time(widths: list[int]) -> float:
-            return self.actual(slots_of(self.plan, widths))
+        return preferred_blocks(self.plan, self._times)
 
-        return preferred_blocks(self.plan, time)
+    def _times(self, networks: Sequence[Widths]) -> Numbers:
+        """Return the milliseconds of networks of these widths."""
+        distinct = {widths: number for number, widths in enumerate({*map(tuple, networks)})}
+        opened = slots_of_each(self.plan, [list(widths) for widths in distinct])
+        kept = torch.stack([self.plan.kept(open_) for open_ in opened])
+        sizes = np.stack([self._sizes(each) for each in kept])
+        there = np.pad(kept.numpy(), ((0, 0), (0, 1)), constant_values=True)
+        values = self._model.values(sizes) * there[:, self._needed].all(-1)
+        found: Numbers = values.sum(-1)[[distinct[tuple(widths)] for widths in networks]]
+        return found
 
     def observed(self, model: nn.Module) -> float | None:
         """Return milliseconds of the model at its current gates, timed beside the dense network.

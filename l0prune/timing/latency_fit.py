@@ -1,10 +1,11 @@
 """Fit of a latency model to timed networks.
 
 A network's time is the sum of the times of its *groups*, nodes that are timed as one (``facts``).
-Groups with the same operator and pattern of monomials are of one *kind*. A *form* is a candidate
-for a group's time: a sum of *terms*, coefficient times a product of *steps*, which are sizes
-rounded up to whole blocks. It may have separate coefficients in several *cells*, parts of all
-widths that differ in which sizes are whole blocks. For a Linear that reads i and writes o slots, on
+Groups of one *kind* take the same time at the same sizes: they differ in their widths only. Kinds
+with the same operator and pattern of monomials are a *family*. A *form* is a candidate for a
+group's time: a sum of *terms*, coefficient times a product of *steps*, which are sizes rounded up
+to whole blocks. It may have separate coefficients in several *cells*, parts of all widths that
+differ in which sizes are whole blocks. For a Linear that reads i and writes o slots, on
 a runtime with a fast path for multiples of 8: ``a·↑o·↑i + b·↑o + c`` in the cell where both are
 multiples, and ``a'·↑o·↑i + b'·↑o + c'`` in the cell of all other widths.
 """
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,10 @@ _RANK = 1e-6  # share of the largest singular value below which others count as 
 _PRICE = 0.01  # penalty of each coefficient, as a share of the squared error
 _MOST = 0.6  # coefficients per sample, at most, of a form with several cells
 
-WidthCondition = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
-"""Cell: the widths that meet the conditions ``aligned`` and ``unless``; see ``Term``."""
+Cell = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
+"""Widths that meet the conditions ``aligned`` and ``unless``; see ``Term``."""
+
+Masks = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,24 @@ class Samples:
 def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     """Fit the model that predicts the samples best, each weighted by one over its whole time.
 
-    For each group several forms are tried, with sizes rounded up to blocks or not, and with one or
-    several cells; the form with the least leave-one-out error is chosen. A fast path belongs to the
-    runtime, not to a layer: the error on all groups of the same kind counts half as much as that on
-    the group. A network's time beyond its nodes' is modelled by a constant, a factor on terms with
-    ``unless`` and one on all others: nodes run faster while they are profiled, one run after the
-    other, and the more so the more memory they use.
+    All groups of one kind have the same coefficients. For each kind several forms are tried, with
+    sizes rounded up to blocks or not, and with one or several cells; the form with the least
+    leave-one-out error is chosen. A fast path belongs to the runtime, not to a layer: the error on
+    all kinds of the family counts half as much as that on the kind. A network's time beyond its
+    nodes' is modelled by a constant, a factor on terms with ``unless`` and one on all others: nodes
+    run faster while they are profiled, one run after the other, and the more so the more memory
+    they use.
     """
-    terms: list[Term] = []
-    kinds: dict[Any, list[list[_Fit]]] = defaultdict(list)
+    families: dict[Any, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, group in enumerate(groups):
-        kinds[_kind(group)].append(list(_fits(number, group, samples)))
-    for fits in kinds.values():
-        terms += chain(*_best_of_each(fits))
+        families[_family(group)][group.kind or number].append(number)
+    terms = [
+        term
+        for kinds in families.values()
+        for term in _best_of_each(
+            [_Kind.of(numbers, groups, samples) for numbers in kinds.values()]
+        )
+    ]
     terms.sort(key=lambda term: term.group)
     values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
@@ -90,93 +98,136 @@ def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
     return LatencyModel(samples.layouts, (*scaled, Term(len(groups), overhead, ())))
 
 
-class _Fit(NamedTuple):
-    """Form of a group's time, its fitted coefficients, and its leave-one-out squared error."""
-
-    error: float
-    form: _Form
-    coefficients: Numbers
-
-
-def _kind(group: Group) -> Any:
-    """Return the key of a group's kind: its operator and the pattern of its monomials."""
+def _family(group: Group) -> Any:
+    """Return the operator of a group and the pattern of its monomials, by places of layouts."""
     place = {layout: number for number, layout in enumerate(group.layouts)}
-    return group.operator, tuple(tuple(map(place.get, each)) for each in group.monomials)
+    return group.operator, tuple(tuple(place[layout] for layout in of) for of in group.monomials)
 
 
-def _fits(number: int, group: Group, samples: Samples) -> Iterator[_Fit]:
-    """Yield each form, fitted to a group's times; the forms are the same for all of a kind."""
-    index = {layout: i for i, layout in enumerate(samples.layouts)}
-    monomials = tuple(tuple(index[layout] for layout in each) for each in group.monomials)
-    most = _MOST * len(samples.whole) / len(monomials)
-    every = list(_cells([index[layout] for layout in group.layouts]))
-    every = [cells for cells in every if len(cells) == 1 or len(cells) <= most]
-    inside = [[_are_in(cell, samples.sizes) for cell in cells] for cells in every]
-    weights, times = 1 / samples.whole, samples.times[:, number]
-    known: dict[bytes, tuple[float, Numbers]] = {}
-    for block in _ROUNDING:
-        rounded = np.ceil(samples.sizes / block) * block
-        products = np.stack([rounded[:, each].prod(1) for each in monomials], 1)
-        for cells, masks in zip(every, inside, strict=True):
-            features = np.concatenate([products * mask[:, None] for mask in masks], 1)
-            key = features.tobytes()
-            if key not in known:
-                known[key] = _left_out(features, times, weights)
-            error, coefficients = known[key]
-            yield _Fit(error, _Form(number, monomials, block, cells), coefficients)
+@dataclass(frozen=True)
+class _Kind:
+    """Sizes and times of the groups of one kind, with a row for each group in each network.
+
+    Attributes:
+        groups: numbers of the groups.
+        layouts: indices of each group's layouts, shape ``(groups, places)``.
+        monomials: places of the layouts whose sizes are multiplied.
+        sizes: shape ``(rows, places)``.
+        times, weights: shape ``(rows,)``.
+    """
+
+    groups: Sequence[int]
+    layouts: NDArray[np.int64]
+    monomials: tuple[tuple[int, ...], ...]
+    sizes: Numbers
+    times: Numbers
+    weights: Numbers
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], groups: Sequence[Group], samples: Samples) -> _Kind:
+        """Return the kind of the groups with these numbers."""
+        index = {layout: number for number, layout in enumerate(samples.layouts)}
+        rows = [[index[layout] for layout in groups[number].layouts] for number in numbers]
+        layouts = np.array(rows, dtype=np.int64)
+        return cls(
+            groups=numbers,
+            layouts=layouts,
+            monomials=_family(groups[numbers[0]])[1],
+            sizes=np.concatenate([samples.sizes[:, of] for of in layouts]),
+            times=samples.times[:, numbers].T.ravel(),
+            weights=np.tile(1 / samples.whole, len(numbers)),
+        )
+
+    def features(self, block: int) -> Numbers:
+        """Return the monomials of sizes that are rounded up, shape ``(rows, monomials)``."""
+        rounded = np.ceil(self.sizes / block) * block
+        return np.stack([rounded[:, each].prod(1) for each in self.monomials], 1)
+
+    def terms(self, block: int, cells: Sequence[Cell], found: Sequence[Numbers]) -> Iterator[Term]:
+        """Yield the terms of all groups, given milliseconds by cell; without those of 0."""
+        factors = [tuple(Step(each, block) for each in of) for of in self.monomials]
+        for number, own in zip(self.groups, self.layouts, strict=True):
+
+            def placed(steps: Sequence[Step], own: Any = own) -> tuple[Step, ...]:
+                return tuple(replace(step, layout=int(own[step.layout])) for step in steps)
+
+            for (aligned, unless), coefficients in zip(cells, found, strict=True):
+                conditions = placed(aligned), tuple(map(placed, unless))
+                for factor, ms in zip(factors, coefficients, strict=True):
+                    if ms:
+                        yield Term(number, float(ms), placed(factor), *conditions)
 
 
-def _are_in(cell: WidthCondition, sizes: Numbers) -> NDArray[np.bool_]:
-    """Return the mask of the networks in a cell, shape ``(networks,)``, given their sizes."""
+def _best_of_each(kinds: Sequence[_Kind]) -> Iterator[Term]:
+    """Yield the terms of the best form of each kind of one family; the first of equal ones."""
+    partitions = list(_cells(range(kinds[0].sizes.shape[1])))
+    fits = [_Fits(kind, partitions) for kind in kinds]
+    errors = np.stack([fit.errors for fit in fits]) + _NEGLIGIBLE
+    scores = (np.log(errors) + np.log(errors.sum(0)) / 2).round(9)
+    for fit, score in zip(fits, scores, strict=True):
+        yield from fit.terms(int(score.argmin()))
 
-    def hold(steps: Sequence[Step]) -> NDArray[np.bool_]:
-        held = np.ones(len(sizes), bool)
-        for step in steps:
-            size = sizes[:, step.layout]
-            held &= (size % step.block == 0) & (size >= step.least)
-        return held
 
-    aligned, unless = cell
-    result = hold(aligned)
-    for each in unless:
-        result &= ~hold(each)
+class _Fits:
+    """All forms, fitted to the times of one kind.
+
+    Cells do not overlap, so that each is fitted by itself, once for all partitions that have it.
+
+    Attributes:
+        errors: leave-one-out squared error of each form with its penalty, by block and partition.
+            A partition into more cells than the rows allow has the error of no partition.
+    """
+
+    def __init__(self, kind: _Kind, partitions: Sequence[tuple[Cell, ...]]) -> None:
+        self._kind, self._partitions = kind, partitions
+        cells = {cell: number for number, cell in enumerate(dict.fromkeys(chain(*partitions)))}
+        masks, place = np.unique(_masks(list(cells), kind.sizes), axis=0, return_inverse=True)
+        none = len(masks)  # a cell of no row
+        masks = np.append(masks, np.zeros((1, masks.shape[1]), bool), axis=0)
+        width = max(map(len, partitions))
+        self._cells = np.full((len(partitions), width), none)
+        for row, partition in zip(self._cells, partitions, strict=True):
+            row[: len(partition)] = place.ravel()[[cells[cell] for cell in partition]]
+        self.errors = np.empty(0)
+        self._found = []
+        most = _MOST * len(kind.times) / len(kind.monomials)
+        is_too_fine = np.array([1 < len(partition) > most for partition in partitions])
+        for block in _ROUNDING:
+            target = kind.times * kind.weights
+            sums, counts, found = _left_out(
+                kind.features(block) * kind.weights[:, None], target, masks
+            )
+            error = sums[self._cells].sum(1) / len(target)
+            error *= 1 + _PRICE * counts[self._cells].sum(1)
+            error[is_too_fine] = error[0]
+            self.errors = np.append(self.errors, error)
+            self._found.append(found)
+
+    def terms(self, form: int) -> Iterator[Term]:
+        """Return the terms of all groups of the kind in a form, by its number in ``errors``."""
+        block, number = divmod(form, len(self._partitions))
+        cells = self._partitions[number]
+        found = self._found[block][self._cells[number][: len(cells)]]
+        return self._kind.terms(_ROUNDING[block], cells, found)
+
+
+def _masks(cells: Sequence[Cell], sizes: Numbers) -> Masks:
+    """Return which rows are in each cell, shape ``(cells, rows)``, by their sizes."""
+    steps = {step for aligned, unless in cells for step in chain(aligned, *unless)}
+    held = {
+        step: (sizes[:, step.layout] % step.block == 0) & (sizes[:, step.layout] >= step.least)
+        for step in steps
+    }
+    result = np.ones((len(cells), len(sizes)), bool)
+    for mask, (aligned, unless) in zip(result, cells, strict=True):
+        for step in aligned:
+            mask &= held[step]
+        for each in unless:
+            mask &= ~np.logical_and.reduce([held[step] for step in each])
     return result
 
 
-def _best_of_each(fits: Sequence[Sequence[_Fit]]) -> Iterator[list[Term]]:
-    """Yield the terms of the best form of each group, all of one kind; the first of equal ones."""
-    errors = np.array([[fit.error for fit in of] for of in fits]) + _NEGLIGIBLE
-    scores = (np.log(errors) + np.log(errors.sum(0)) / 2).round(9)
-    for of, best in zip(fits, scores.argmin(1), strict=True):
-        yield of[best].form.terms(of[best].coefficients)
-
-
-class _Form(NamedTuple):
-    """Candidate for a group's time: a sum of terms, with separate coefficients in each cell.
-
-    Attributes:
-        monomials: the layouts whose sizes are multiplied, by index.
-        block: block to whose multiples sizes are rounded up.
-        cells: partition of all widths.
-    """
-
-    group: int
-    monomials: tuple[tuple[int, ...], ...]
-    block: int
-    cells: tuple[WidthCondition, ...]
-
-    def terms(self, coefficients: Numbers) -> list[Term]:
-        """Return the terms with these milliseconds, without those of 0."""
-        factors = [tuple(Step(each, self.block) for each in of) for of in self.monomials]
-        found = product(self.cells, factors)
-        return [
-            Term(self.group, float(ms), factor, *cell)
-            for (cell, factor), ms in zip(found, coefficients, strict=True)
-            if ms
-        ]
-
-
-def _cells(layouts: Sequence[int]) -> Iterator[tuple[WidthCondition, ...]]:
+def _cells(layouts: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
     """Yield partitions of all widths into cells, by which sizes are whole blocks.
 
     A fast path may require different blocks of the sizes read and written, and a minimum size of
@@ -200,19 +251,28 @@ def _cells(layouts: Sequence[int]) -> Iterator[tuple[WidthCondition, ...]]:
         )
 
 
-def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
-    """Return the leave-one-out squared error with a penalty, and nonnegative coefficients.
+def _left_out(features: Numbers, target: Numbers, masks: Masks) -> tuple[Numbers, Numbers, Numbers]:
+    """Fit the rows of each mask by nonnegative coefficients, and leave each row out in turn.
 
-    With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
-    The trace of H counts the independent coefficients: sizes that are the same in all samples of a
-    cell make its features multiples of each other. Each adds the penalty ``_PRICE``.
+    With a hat matrix H, the error on a row that was left out is that of the fit over 1 − Hᵢᵢ. The
+    trace of H counts the independent coefficients: sizes that are the same in all rows make
+    features multiples of each other.
+
+    Returns:
+        The sum of squared errors and the trace of H, shape ``(masks,)``, and the coefficients,
+        ``(masks, features)``.
     """
-    scaled, target = features * weights[:, None], times * weights
-    found = nonnegative_least_squares(scaled, target)
-    used = scaled[:, found > 0] * found[found > 0]
-    leverage = (used * np.linalg.pinv(used, rcond=_RANK).T).sum(1)
-    error = np.mean(((target - scaled @ found) / (1 - leverage.clip(0, 0.95))) ** 2)
-    return float(error * (1 + _PRICE * leverage.sum())), found
+    inside = masks.astype(np.float64)
+    count = features.shape[1]
+    pairs = (features[:, :, None] * features[:, None, :]).reshape(-1, count**2)
+    gram = (inside @ pairs).reshape(-1, count, count)
+    found = _nonnegative(gram, inside @ (features * target[:, None]))
+    scaled = found[:, :, None] * gram * found[:, None, :]
+    inverse = np.linalg.pinv(scaled, rcond=_RANK**2, hermitian=True)
+    inverse = found[:, :, None] * inverse * found[:, None, :]
+    leverage = (inverse.reshape(-1, count**2) @ pairs.T) * inside
+    errors = inside * (target - found @ features.T) / (1 - leverage.clip(0, 0.95))
+    return (errors**2).sum(1), leverage.sum(1), found
 
 
 def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
@@ -251,17 +311,27 @@ def fit_smooth(
 
 def nonnegative_least_squares(features: Numbers, target: Numbers) -> Numbers:
     """Solve least squares with coefficients ≥ 0, dropping the most negative one at a time."""
-    scale = np.sqrt((features**2).sum(0))
-    left = np.flatnonzero(scale)
-    scaled = features[:, left] / scale[left]
-    gram, projected = scaled.T @ scaled, scaled.T @ target
-    gram[np.diag_indices_from(gram)] += _TINY
-    here = np.arange(len(left))
-    result = np.zeros(features.shape[1])
-    while len(here):
-        found = np.linalg.solve(gram[np.ix_(here, here)], projected[here])
-        if (found >= 0).all():
-            result[left[here]] = found / scale[left[here]]
-            break
-        here = np.delete(here, found.argmin())
+    found: Numbers = _nonnegative((features.T @ features)[None], (features.T @ target)[None])[0]
+    return found
+
+
+def _nonnegative(gram: Numbers, projected: Numbers) -> Numbers:
+    """Solve many least squares with coefficients ≥ 0, given ``XᵀX`` and ``Xᵀy`` of each."""
+    scale = np.sqrt(np.diagonal(gram, axis1=1, axis2=2))
+    left = scale > 0
+    scale = np.where(left, scale, 1)
+    eye = np.eye(gram.shape[1])
+    gram = gram / (scale[:, :, None] * scale[:, None, :]) + _TINY * eye
+    projected = projected / scale
+    result = np.zeros_like(projected)
+    unsolved = np.arange(len(gram))
+    while len(unsolved):
+        here = left[unsolved]
+        system = np.where(here[:, :, None] & here[:, None, :], gram[unsolved], eye)
+        found = np.linalg.solve(system, (projected[unsolved] * here)[:, :, None])[:, :, 0]
+        result[unsolved] = found / scale[unsolved]
+        worst = found.argmin(1)
+        is_negative = found.min(1) < 0
+        unsolved = unsolved[is_negative]
+        left[unsolved, worst[is_negative]] = False
     return result

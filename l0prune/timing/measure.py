@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,13 @@ from l0prune.timing.runtimes import runtime_of
 from l0prune.timing.sizes import all_slots, slots_of
 from l0prune.timing.table import LatencyTable, Quality, Setting
 
-_HELD_OUT = 4  # one sample in this many is held out to test the prediction
+_FOLDS = 4  # sets of samples, of which each is predicted from the others
 _BLOCK = 16  # block of the widths that the smooth model is fitted to
 _BAND = 1.2  # factor by which the sum of node times may stray from its typical multiple
-FEWEST, SAMPLES = 12, 48
+AUTO = "auto"  # as many samples as predict well, or there is time for
+FEWEST, STEP, SAMPLES = 12, 4, 48  # samples: at least, then so many more at a time, at most
+_GOOD = 0.05  # median error of the prediction that is small enough
+_SECONDS, _RUNS, _LONGEST = 5, 300, 40  # seconds for samples: some, runs of the dense one, at most
 Progress = Callable[[int, int], None]
 
 
@@ -72,24 +77,10 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         )
     timed = [results["samples"][name] for name in about["samples"]]
     _check(timed)
-    beside = np.array([collect.typical(each["dense"]) for each in timed])
-    dense = float(np.median(beside))
-    whole = dense * np.array([collect.share(each["own"], each["dense"]) for each in timed])
-    nodes = [
-        {node: ms * float(factor) for node, ms in each["nodes"].items()}
-        for each, factor in zip(timed, _node_scale(timed, whole), strict=True)
-    ]
-    strayed = [collect.spread(each["own"], each["dense"]) for each in timed]
-    facts = parsed(FACTS, about["nodes"])
-    groups = groups_of(facts, nodes, plan.branches)
-    layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
-    sizes_of = LayoutSizes(plan, layouts)
-    sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
-    times = np.array([[group.time(each) for group in groups] for each in nodes])
-    samples = Samples(layouts, sizes, times, whole)
+    dense, groups, samples, sizes_of = _samples(plan, about, timed)
     model = fit_model(groups, samples)
     most = sizes_of(all_slots(plan))
-    blocks = np.minimum(np.ceil(sizes / _BLOCK) * _BLOCK, most)
+    blocks = np.minimum(np.ceil(samples.sizes / _BLOCK) * _BLOCK, most)
     return LatencyTable(
         setting=_setting(results),
         plan=plan_id(plan),
@@ -97,9 +88,60 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         groups=groups,
         model=model,
         smooth=fit_smooth(model, groups, blocks, most, dense),
-        quality=_quality(groups, samples, float(np.median(strayed)) / 2),
-        samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
+        quality=_quality(groups, samples, timed),
+        samples=tuple(
+            (tuple(w), float(ms)) for w, ms in zip(about["widths"], samples.whole, strict=True)
+        ),
     )
+
+
+def _samples(
+    plan: Plan, about: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]
+) -> tuple[float, tuple[Group, ...], Samples, LayoutSizes]:
+    """Return milliseconds of the dense network, and groups, their times and sizes of layouts."""
+    dense = float(np.median([collect.typical(each["dense"]) for each in timed]))
+    whole = dense * np.array([collect.share(each["own"], each["dense"]) for each in timed])
+    nodes = [
+        {node: ms * float(factor) for node, ms in each["nodes"].items()}
+        for each, factor in zip(timed, _node_scale(timed, whole), strict=True)
+    ]
+    facts = parsed(FACTS, about["nodes"])
+    groups = groups_of(facts, nodes, plan.branches)
+    layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
+    sizes_of = LayoutSizes(plan, layouts)
+    widths = about["widths"][: len(timed)]
+    sizes = np.stack([sizes_of(plan.kept(slots_of(plan, each))) for each in widths])
+    times = np.array([[group.time(each) for group in groups] for each in nodes])
+    return dense, groups, Samples(layouts, sizes, times, whole), sizes_of
+
+
+class Enough:
+    """Function from results to the number of networks to time: until they predict each other.
+
+    It asks for no more once the time is used that is for samples, counted from the first call:
+    ``_SECONDS`` and ``_RUNS`` runs of the dense network, up to ``_LONGEST``.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._began = plan, 0.0
+
+    def __call__(self, results: Mapping[str, Any]) -> int:
+        """Return how many networks are to be timed, at least ``FEWEST``."""
+        self._began = self._began or time.monotonic()
+        about = results["about"]
+        timed = [results["samples"].get(name) for name in about["samples"]]
+        timed = list(takewhile(bool, timed))
+        count = len(timed)
+        if count < FEWEST:
+            return FEWEST
+        if count + STEP > len(about["samples"]):
+            return len(about["samples"])
+        dense, groups, samples, _ = _samples(self._plan, about, timed)
+        allowed = min(_LONGEST, _SECONDS + _RUNS * dense / 1e3)
+        is_late = time.monotonic() - self._began > allowed
+        if is_late or _quality(groups, samples, timed).median <= _GOOD:
+            return count
+        return count + STEP
 
 
 def _node_scale(timed: Sequence[Mapping[str, Any]], whole: Numbers) -> Numbers:
@@ -143,18 +185,22 @@ def _setting(results: Mapping[str, Any]) -> Setting:
     )
 
 
-def _quality(groups: Sequence[Group], samples: Samples, noise: float) -> Quality:
-    """Return the errors on held-out samples, predicted by a model fitted to the others."""
-    everyone = np.arange(len(samples.whole))
-    unseen = everyone % _HELD_OUT == _HELD_OUT - 1
-    seen = samples.subset(everyone[~unseen])
-    predicted = fit_model(groups, seen).values(samples.sizes[unseen]).sum(-1)
-    errors = np.abs(predicted / samples.whole[unseen] - 1)
+def _quality(
+    groups: Sequence[Group], samples: Samples, timed: Sequence[Mapping[str, Any]]
+) -> Quality:
+    """Return the errors on samples that are predicted by a model fitted to others."""
+    errors = np.empty(len(samples.whole))
+    for fold in range(_FOLDS):
+        unseen = np.arange(len(errors)) % _FOLDS == fold
+        model = fit_model(groups, samples.subset(~unseen))
+        predicted = model.values(samples.sizes[unseen]).sum(-1)
+        errors[unseen] = np.abs(predicted / samples.whole[unseen] - 1)
+    spreads = [collect.spread(each["own"], each["dense"]) for each in timed]
     return Quality(
         median=float(np.median(errors)),
         worst=float(errors.max()),
-        networks=int(unseen.sum()),
-        noise=noise,
+        networks=len(errors),
+        noise=float(np.median(spreads)) / 2,
     )
 
 
@@ -165,7 +211,7 @@ def measure(
     runtime: str = "onnxruntime",
     providers: str | list[str] | None = None,
     *,
-    samples: int = SAMPLES,
+    samples: int | str = AUTO,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -186,7 +232,9 @@ def measure(
             ``"torch-cuda-bf16"``.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
-        samples: how many networks are timed.
+        samples: how many networks are timed; ``"auto"`` for 12 to 48: until the prediction of
+            each from others is within 5 % (median), or the time for it is used: about ten seconds
+            for a small network, half a minute for a large one.
         seed: of their widths.
         folder: where results are kept, from which a call that was stopped goes on; or a new one.
         progress: called with how many networks are timed, and of how many.
@@ -199,19 +247,37 @@ def measure(
     """
     check_whole("threads", threads, most=THREADS)
     check_whole("batch", batch)
-    check_whole("samples", samples, most=NETWORKS)
     check_whole("seed", seed, 0, SEEDS)
+    count = check_samples(samples)
+    chosen = runtime_of(runtime, providers)
+    plan = gates_of(model).plan
+    until = Enough(plan) if samples == AUTO else None
+    place = Path(folder or tempfile.mkdtemp(prefix="l0prune-"))
+    job = Job(model, place, threads, batch, count, seed, progress, until)
+    if folder is not None:
+        with claimed(place):
+            return table_of(plan, chosen.results(job))
+    try:
+        table = table_of(plan, chosen.results(job))
+        table.observe_by(chosen.bench(job), place)  # with the files that are there
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return table
+
+
+def check_samples(samples: int | str) -> int:
+    """Return the largest number of networks to time."""
+    if isinstance(samples, str):
+        if samples != AUTO:
+            raise UsageError(f"samples is a number of networks or {AUTO!r}, not {samples!r}")
+        return SAMPLES
+    check_whole("samples", samples, most=NETWORKS)
     if samples < FEWEST:
         raise UsageError(
             f"{samples} networks are too few for a latency table: time {FEWEST} or more"
         )
-    chosen = runtime_of(runtime, providers)
-    plan = gates_of(model).plan
-    with ExitStack() as stack:
-        place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(claimed(place))
-        job = Job(model, place, threads, batch, samples, seed, progress)
-        return table_of(plan, chosen.results(job))
+    return samples
 
 
 _made: dict[tuple[str, str], LatencyTable] = {}  # by plan and target, in this process

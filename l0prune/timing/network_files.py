@@ -9,6 +9,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,29 +22,35 @@ from onnx import ModelProto
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
-from l0prune.errors import FileError, UsageError
-from l0prune.exporting.export import export
+from l0prune.errors import FileError, UsageError, first_line
+from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.dtypes import cast, follow
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.file import write_runnable
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.slicing.program import reexport
 from l0prune.files.checked_json import read_json, read_text
+from l0prune.files.onnx_session import session_of
 from l0prune.gating.attaching import gates_of, holder, weights_of
 from l0prune.plan.layout import Layout
 from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.stages import stage
+from l0prune.timing.eager import CutGraphs
 from l0prune.timing.facts import FACTS, plan_id
 from l0prune.timing.sizes import (
     Size,
     SizeFinder,
     Widths,
     all_slots,
-    check_single_network,
+    are_distinguishing,
     distinguishing_widths,
     sampled_widths,
     slots_of,
+    unmistakable_widths,
 )
-from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common_template
+from l0prune.timing.template import Count, NoTemplate, Resizer, as_dense, common_template
 
 Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
 """Conversion of an ONNX model before it is timed, given example inputs of it."""
@@ -63,30 +70,56 @@ class Network:
 class Exporter:
     """Exporter of a gated model at any widths; the model is not changed.
 
-    A copy is exported, whose weights get a little noise, since files merge equal tensors.
+    The captured graph is cut and written without a proof: no file is handed out. A copy is
+    exported, whose weights get a little noise, since files merge equal tensors.
     """
 
     def __init__(self, model: nn.Module, batch: int, convert: Convert | None = None) -> None:
         gated, _ = holder(model)
-        self._model = _disturbed(copied(gated).cpu().eval())
-        self._gates, self._batch, self._convert = gates_of(self._model), batch, convert
+        self._batch, self._convert = batch, convert
+        self._graphs = CutGraphs(_disturbed(copied(gated).cpu().eval()), batch)
 
-    def network(self, widths: Widths) -> Network:
-        """Export the network with this many open slots of each axis."""
-        return self.network_of(slots_of(self._gates.plan, widths))
+    def networks(self, widths: Sequence[Widths]) -> list[Network]:
+        """Export networks with these numbers of open slots of each axis."""
+        found = []
+        for number, each in enumerate(widths, start=1):
+            with stage(f"exporting network {number} of {len(widths)}, to learn its sizes"):
+                found.append(self.network_of(slots_of(self._graphs.plan, each)))
+        return found
 
     def network_of(self, open_: Tensor) -> Network:
         """Export the network with these open gates, bool and flat."""
-        self._gates.set_open(open_)
-        small = export(self._model)
-        check_single_network([piece.path for piece in small.pieces])
+        piece = self._piece(open_)
         with tempfile.TemporaryDirectory() as folder:
-            small.save_onnx(Path(folder) / "model.onnx", time=False)
-            model = onnx.load(str(Path(folder) / "model.onnx"))
-        inputs = dict(_inputs(model, small.pieces[0], self._batch))
+            path = Path(folder) / "model.onnx"
+            write_runnable(piece.single, path, Path(folder) / "weights", piece.sizes)
+            model = onnx.load(str(path))
+        inputs = dict(_inputs(model, piece, self._batch))
         if self._convert is not None:
             model = self._convert(model, {name: value.numpy() for name, value in inputs.items()})
-        return Network(self._gates.plan.kept(open_), model, inputs)
+        return Network(self._graphs.plan.kept(open_), model, inputs)
+
+    def are_alike(self, one: Tensor, other: Tensor) -> bool:
+        """Return whether networks with these open gates have the same operators."""
+        return self._graphs.operators(one) == self._graphs.operators(other)
+
+    def constants(self) -> set[int]:
+        """Return integers that may be in a file whatever the widths are."""
+        return self._graphs.constants()
+
+    def _piece(self, open_: Tensor) -> ExportedPart:
+        """Return the program of the network with these open gates, in float32."""
+        cut, single = self._graphs.cut(open_), torch.float32
+        captured = cut.captured.found[0].analysis.captured
+        example = cast(cut.narrow(cut.example), single)
+        free = cut.free.only(captured.free)
+        graph = follow(cut.graphs[""], single)
+        made = reexport(graph, example, captured.dynamic, captured.batches, free)
+        answers = (Answer(example, (), ()),)
+        free = free.only(made.free)
+        return ExportedPart(
+            "", made.program, made.program, made.dynamic, answers, made.batches, free=free
+        )
 
 
 def _disturbed(model: nn.Module) -> nn.Module:
@@ -116,7 +149,7 @@ def _inputs(
         yield given.name, value.float() if value.is_floating_point() else value
 
 
-_LEAST = 2  # networks beside the dense one that are compared
+_LEAST = 2  # exported networks that are compared
 DENSE, INPUTS = "dense.onnx", "inputs.npz"
 _DENSE_WEIGHTS = "dense.bin"
 
@@ -124,7 +157,8 @@ _DENSE_WEIGHTS = "dense.bin"
 class NetworkFiles:
     """Writer of networks of one model into a folder, in milliseconds each.
 
-    The constructor finds the template by some exports, and writes the dense network and its inputs.
+    The constructor finds the template by an export or some, and writes the dense network and its
+    inputs.
 
     Raises:
         NotGated: the model carries no gates.
@@ -138,21 +172,56 @@ class NetworkFiles:
         self._plan = gates_of(model).plan
         self._exporter = Exporter(model, batch, convert)
         self._written: dict[str, Tensor] = {}
-        dense, values, made = _template(self._exporter, self._plan)
-        self.folder, self.facts = folder, made.facts
-        with stage("writing the weights that all networks read"):
-            folder.mkdir(parents=True, exist_ok=True)
-            most = _counting(self._plan, all_slots(self._plan))
-            self._resizer = Resizer.write(made, values, most, folder)
-            arrays: dict[str, Any] = {name: value.numpy() for name, value in dense.inputs.items()}
-            np.savez(folder / INPUTS, **arrays)
-            (folder / _DENSE_WEIGHTS).unlink(missing_ok=True)
-            onnx.save(
-                dense.model,
-                str(folder / DENSE),
-                save_as_external_data=True,
-                location=_DENSE_WEIGHTS,
-            )
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for compared in _comparisons(self._exporter, self._plan):
+            try:
+                self._write_shared(compared)
+            except NoTemplate as error:
+                reason = error
+            else:
+                self._write_dense(compared[0].kept)
+                return
+        raise UsageError(
+            f"no latency table can be made of this model: its ONNX files at other widths differ by "
+            f"more than sizes ({reason}). Gate it with exclude=[…] (--exclude) for the axes there: "
+            f"the survey lists them"
+        ) from reason
+
+    @stage("writing the weights that all networks read")
+    def _write_shared(self, compared: Sequence[Network]) -> None:
+        """Write what all networks read, and try a network of other widths.
+
+        Raises:
+            NoTemplate: the networks differ by more than sizes, or that one cannot run.
+        """
+        finder = SizeFinder(self._plan, [each.kept for each in compared])
+        made = common_template([each.model for each in compared], finder)
+        most, first = _counting(self._plan, all_slots(self._plan)), compared[0]
+        self.facts = made.facts
+        self._resizer = Resizer.write(made, first.model, most, self.folder)
+        arrays: dict[str, Any] = {name: value.numpy() for name, value in first.inputs.items()}
+        np.savez(self.folder / INPUTS, **arrays)
+        self._written.clear()
+        _, widths = islice(sampled_widths(self._plan), 2)
+        trial = self.write("trial.onnx", self._plan.kept(slots_of(self._plan, widths)))
+        try:
+            session_of(str(trial), log=4).run(None, arrays)
+        except Exception as error:
+            raise NoTemplate(first_line(error)) from error
+        trial.unlink()
+
+    def _write_dense(self, cut: Tensor) -> None:
+        """Write the dense network, which may have other operators than one that is cut."""
+        whole = all_slots(self._plan)
+        if self._exporter.are_alike(cut, whole):
+            self.write(DENSE, whole)
+            return
+        with stage("exporting the dense network, which has other operators"):
+            dense = self._exporter.network_of(whole).model
+        (self.folder / _DENSE_WEIGHTS).unlink(missing_ok=True)
+        path = str(self.folder / DENSE)
+        onnx.save(dense, path, save_as_external_data=True, location=_DENSE_WEIGHTS)
 
     def write(self, name: str, kept: Tensor) -> Path:
         """Write the file of the network that keeps these slots, bool and flat.
@@ -171,36 +240,27 @@ class NetworkFiles:
         return path
 
 
-def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Template]:
-    """Return the dense network, a model to take weights from, and the common template.
+def _comparisons(exporter: Exporter, plan: Plan) -> Iterator[list[Network]]:
+    """Yield networks to compare, those of the fewest exports first.
 
-    The dense network may have other nodes than one that is cut; then another one that is cut is
-    compared instead.
+    The dense network, which may have other nodes, is exported only where the others tell too
+    little.
     """
-    found = []
-    compared = [[axis.size for axis in plan.axes], *distinguishing_widths(plan, _LEAST)]
-    for number, widths in enumerate(compared):
-        with stage(f"exporting network {number + 1} of {len(compared)}, to learn its sizes"):
-            found.append(exporter.network(widths))
-    try:
-        return found[0], found[0].model, _common(plan, found)
-    except NoTemplate:
-        with stage("exporting another network, since the dense one has other nodes"):
-            another, *_ = distinguishing_widths(plan, 1, seed=1)
-            cut = [*found[1:], exporter.network(another)]
-    try:
-        return found[0], cut[0].model, _common(plan, cut)
-    except NoTemplate as error:
-        raise UsageError(
-            f"no latency table can be made of this model: its ONNX files at other widths differ by "
-            f"more than sizes ({error}). Gate it with exclude=[…] (--exclude) for the axes there: "
-            f"the survey lists them"
-        ) from error
-
-
-def _common(plan: Plan, found: Sequence[Network]) -> Template:
-    finder = SizeFinder(plan, [each.kept for each in found])
-    return common_template([each.model for each in found], finder)
+    constants = exporter.constants()
+    widths = unmistakable_widths(plan, constants)
+    if widths is not None:
+        (cut,) = exporter.networks([widths])
+        known = SizeFinder(plan, [cut.kept, all_slots(plan)]).known
+        sizes = {narrow: wide for narrow, wide in known}
+        with suppress(NoTemplate):
+            wide = as_dense(cut.model, sizes, constants)
+            yield [cut, Network(all_slots(plan), wide, cut.inputs)]
+    chosen = distinguishing_widths(plan, _LEAST)
+    if not are_distinguishing(plan, chosen):
+        chosen.append([axis.size for axis in plan.axes])
+    found = exporter.networks(chosen)
+    yield found
+    yield [*found, *exporter.networks(distinguishing_widths(plan, _LEAST, seed=1))]
 
 
 def _counting(plan: Plan, kept: Tensor) -> Count:
@@ -229,10 +289,10 @@ def write_bundle(
     seed: int = 0,
     runtime: str = collect.NAME,
     convert: Convert | None = None,
-) -> None:
+) -> NetworkFiles | None:
     """Write networks of random widths, a script that times them, and a description.
 
-    A folder that holds the same already is left as it is.
+    A folder that holds the same already is left as it is, and None returned.
     """
     check_whole("batch", batch)
     check_whole("samples", samples, most=NETWORKS)
@@ -249,7 +309,7 @@ def write_bundle(
     }
     known = _known(folder)
     if known | wanted == known:
-        return
+        return None
     files = NetworkFiles(model, batch, folder, convert)
     with stage(f"writing {samples} networks of other widths"):
         names = [f"{number:03d}.onnx" for number in range(samples)]
@@ -260,6 +320,7 @@ def write_bundle(
         about = wanted | {"dense": DENSE, "samples": names, "nodes": facts}
         about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
         (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    return files
 
 
 def _known(folder: Path) -> dict[str, Any]:

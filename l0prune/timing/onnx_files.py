@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing.latency import Observe
+
+if TYPE_CHECKING:
+    from l0prune.timing.network_files import NetworkFiles
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Job:
     Attributes:
         folder: folder of files and results.
         progress: called with the number of networks timed so far, and of all.
+        until: function from the results so far to the number of networks to time, up to
+            ``samples``; None for all.
     """
 
     model: nn.Module
@@ -31,6 +36,7 @@ class Job:
     samples: int = 0
     seed: int = 0
     progress: Callable[[int, int], None] | None = None
+    until: collect.Until | None = None
 
     @property
     def out(self) -> Path:
@@ -63,6 +69,8 @@ class OnnxFiles:
         convert: conversion of each file before timing, such as ``in_int8``; None for none.
     """
 
+    _files: NetworkFiles | None = None  # of the last job
+
     name: str
     version: str
     provider: str
@@ -91,6 +99,7 @@ class OnnxFiles:
                 load=self.load,
                 nodes=self.nodes,
                 its_version=self.version,
+                until=job.until,
             )
         except collect.FellBack as error:
             raise UsageError(str(error)) from error
@@ -99,7 +108,7 @@ class OnnxFiles:
         """Write the networks of a job into its folder, with a script that times them."""
         from l0prune.timing.network_files import write_bundle  # which loads onnx
 
-        write_bundle(
+        self._files = write_bundle(
             job.model,
             job.folder,
             batch=job.batch,
@@ -113,7 +122,9 @@ class OnnxFiles:
         """See ``Runtime``."""
         from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
 
-        files = NetworkFiles(job.model, job.batch, job.folder, self.convert)
+        files = self._files
+        if files is None or files.folder != job.folder:
+            files = NetworkFiles(job.model, job.batch, job.folder, self.convert)
         inputs = dict(np.load(job.folder / INPUTS).items())
         dense = self.load(job.folder / DENSE, job.threads, self.provider)
 

@@ -40,12 +40,12 @@ from l0prune.timing.sizes import (
 )
 
 
-def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
+def torch_results(job: Job, turns: AlternatingTimer) -> dict[str, Any]:
     """Time networks of random widths, each in turns with the dense one.
 
     Networks already among the job's results are not timed again.
     """
-    plan = gates_of(job.model).plan
+    plan, runtime = gates_of(job.model).plan, turns.runtime
     widths = list(islice(sampled_widths(plan, job.seed), job.samples))
     settings = collect.settings_of(
         runtime.name, runtime.version, str(runtime.device), runtime.threads
@@ -58,25 +58,29 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
         "samples": [number_of(number) for number in range(job.samples)],
     }
     results = collect.known(job.out, settings, asked)
-    turns = AlternatingTimer(job.model, runtime, job.batch)
     if not results:
         results = {**settings, "about": asked | turns.facts(), "samples": {}}
     job.folder.mkdir(parents=True, exist_ok=True)
     about = results["about"]
-    for number, (key, chosen) in enumerate(zip(about["samples"], widths, strict=True), start=1):
-        if key not in results["samples"]:
-            results["samples"][key] = turns.of_widths(chosen, about["names"])
-            collect.keep(results, job.out)
-        if job.progress is not None:
-            job.progress(number, job.samples)
-    return results
+    names, chosen = about["names"], dict(zip(about["samples"], widths, strict=True))
+    return collect.each_timed(
+        results,
+        job.out,
+        lambda key: turns.of_widths(chosen[key], names),
+        job.progress,
+        job.until,
+    )
 
 
 class AlternatingTimer:
-    """Timer of networks of one model, each in turns with the dense one."""
+    """Timer of networks of one model, each in turns with the dense one.
+
+    Attributes:
+        runtime: that runs them.
+    """
 
     def __init__(self, model: nn.Module, runtime: Eager, batch: int) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         with runtime.running():
             with stage("capturing the model"):
                 self._graphs = CutGraphs(model, batch, runtime.dtype)
@@ -92,9 +96,9 @@ class AlternatingTimer:
         """Return each operator's name and facts."""
         plan, kept, found = self._graphs.plan, [self._whole], []
         kept += [plan.kept(slots_of(plan, widths)) for widths in distinguishing_widths(plan, 2)]
-        with self._runtime.running():
+        with self.runtime.running():
             for slots in kept:
-                found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
+                found.append(self.runtime.operators(self._network(slots), self._inputs, 1))
         names, facts = facts_of(found, SizeFinder(plan, kept))
         return {"names": names, "nodes": FACTS.dump_python(facts, mode="json")}
 
@@ -103,23 +107,23 @@ class AlternatingTimer:
         kept = slots_of(self._graphs.plan, widths)
         found = self.of_slots(kept, collect.SECONDS)
         times = max(collect.RUNS, collect.runs(collect.typical(found["own"])))
-        with self._runtime.running():
-            operators = self._runtime.operators(self._network(kept), self._inputs, times)
+        with self.runtime.running():
+            operators = self.runtime.operators(self._network(kept), self._inputs, times)
         return {**found, "nodes": operators.times(names)}
 
     def of_slots(self, kept: Tensor, seconds: float) -> dict[str, list[float]]:
         """Time the network of these slots and the dense one in turns; return the medians."""
-        with self._runtime.running():
+        with self.runtime.running():
             own = self._prepared(self._network(kept))
-            median = self._runtime.median
+            median = self.runtime.median
             return collect.turns(partial(median, own), partial(median, self._dense), seconds)
 
     def _network(self, kept: Tensor) -> GraphModule:
-        return self._graphs.network(kept).to(self._runtime.device)
+        return self._graphs.network(kept).to(self.runtime.device)
 
     def _prepared(self, network: GraphModule) -> Callable[[], Any]:
         """Return a function that runs the network once, after a first run here."""
-        call, (args, kwargs) = self._runtime.prepared(network), self._inputs
+        call, (args, kwargs) = self.runtime.prepared(network), self._inputs
         call(*args, **kwargs)
         return lambda: call(*args, **kwargs)
 
@@ -143,14 +147,21 @@ class Torch:
     def __init__(self, kind: Callable[[str, int], Eager], providers: Sequence[str]) -> None:
         self.kind, self.provider = kind, providers[0] if providers else "cpu"
         self.version = kind(self.provider, 1).version
+        self._last: tuple[Job, AlternatingTimer] | None = None
+
+    def _turns(self, job: Job) -> AlternatingTimer:
+        if self._last is None or self._last[0] is not job:
+            runtime = self.kind(self.provider, job.threads)
+            self._last = job, AlternatingTimer(job.model, runtime, job.batch)
+        return self._last[1]
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
-        return torch_results(job, self.kind(self.provider, job.threads))
+        return torch_results(job, self._turns(job))
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
-        turns = AlternatingTimer(job.model, self.kind(self.provider, job.threads), job.batch)
+        turns = self._turns(job)
         return lambda kept: collect.share(**turns.of_slots(kept, SECONDS))
 
 

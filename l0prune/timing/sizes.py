@@ -5,9 +5,9 @@ A number is matched to a layout by its values in files of several widths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, cycle
+from itertools import accumulate, chain, cycle, product
 from math import gcd
 from operator import ge
 
@@ -65,6 +65,10 @@ def constant(number: int) -> Size:
     return Size(Const(1), 0, 1, number)
 
 
+Dims = tuple[Size | None, ...]
+"""Sizes of the dims of a tensor; None where one is unknown."""
+
+
 class SizeFinder:
     """Finder of the layout of a number, given its values at several choices of slots.
 
@@ -88,6 +92,11 @@ class SizeFinder:
         """Numbers of distinct layouts by their sizes in the files, exactly and up to a factor."""
         return len(self._by_numbers), len(self._by_direction)
 
+    @property
+    def known(self) -> list[Numbers]:
+        """Sizes of layouts in the files, each once."""
+        return list(self._by_numbers)
+
     def numbers(self, layout: Layout) -> Numbers:
         """Return the open positions of a layout in each file."""
         if layout not in self._numbers:
@@ -95,11 +104,9 @@ class SizeFinder:
             self._numbers[layout] = tuple(int(mask.sum()) for mask in masks)
         return self._numbers[layout]
 
-    def monomial(self, shapes: Sequence[Sequence[int]]) -> tuple[Layout, ...]:
-        """Return the layouts of the dims of a tensor, given its shape in each file."""
-        found = (self.find(column) for column in zip(*shapes, strict=True))
-        layouts = (size.layout for size in found if size and not size.is_constant)
-        return tuple(sorted(layouts, key=str))
+    def dims(self, shapes: Sequence[Sequence[int]]) -> Dims:
+        """Return the sizes of the dims of a tensor, given its shape in each file."""
+        return tuple(self.find(column) for column in zip(*shapes, strict=True))
 
     def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
         """Return the ``Size`` with these values in the files; None if none is known.
@@ -167,7 +174,9 @@ def _steps(numbers: Sequence[int]) -> Numbers:
     return tuple(number - numbers[0] for number in numbers)
 
 
-_TRIES = 50
+SMALL = 7  # integers up to this are taken for constants, such as numbers of dims
+_TRIES = 50  # for the widths of one axis
+_DRAWS = 4  # for those of all axes, before networks are added
 _MOST = 7  # networks, at most, that are compared to tell dims apart
 _NARROWEST = 0.1  # least share of an axis in samples
 _STEPS = (8, 16, 32)  # blocks of which runtimes prefer multiples
@@ -178,36 +187,71 @@ Widths = list[int]
 
 
 def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
-    """Return widths of ``least`` networks or more that tell all dims apart, with the dense one.
+    """Return widths of ``least`` networks or more (of 2) that tell all dims apart.
 
-    They are random, from a quarter of each axis to all of it, and differ between axes of equal
-    size. An axis of a few heads has few widths: then networks are added, up to ``_MOST``, until no
-    two dims are equally wide in all of them.
+    They are random, from a quarter of each axis to all of it. An axis of a few heads has few
+    widths: then networks are added, up to ``_MOST``. Axes of two slots have one width less than
+    all: the dense network may be needed beside these (``are_distinguishing``).
     """
-    wanted = _count_distinct(plan, _drawn(plan, _MOST, seed + 1))
-    for count in range(least, _MOST + 1):
-        found = _drawn(plan, count, seed)
-        if all(map(ge, _count_distinct(plan, found), wanted)):
+    whole = [axis.size for axis in plan.axes]
+    for count, number in product(range(least, _MOST + 1), range(_DRAWS)):
+        found = _drawn(plan, count, seed * _DRAWS + number)
+        if are_distinguishing(plan, [whole, *found]):
             break
     return found
 
 
-def _count_distinct(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
-    """Return ``SizeFinder.distinct_counts`` for these networks and the dense one."""
-    kept = [plan.kept(slots_of(plan, widths)) for widths in networks]
-    return SizeFinder(plan, [all_slots(plan), *kept]).distinct_counts
+def are_distinguishing(plan: Plan, networks: Sequence[Widths]) -> bool:
+    """Return whether these networks tell dims apart as well as many others do.
+
+    No two dims that follow the widths are then equally wide, or in one proportion, in all of them,
+    and none is the same in all.
+    """
+    whole = [axis.size for axis in plan.axes]
+    wanted = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
+    found = _finder(plan, networks)
+    is_fixed = any(len({*numbers}) == 1 and numbers[0] > 1 for numbers in found.known)
+    return not is_fixed and all(map(ge, found.distinct_counts, wanted))
+
+
+def unmistakable_widths(plan: Plan, constants: Collection[int]) -> Widths | None:
+    """Return widths at which each dim is told by its size alone; None if none were found.
+
+    No dim that follows the widths then has the size of another one, nor one of these constants.
+    """
+    whole = [axis.size for axis in plan.axes]
+    wanted, _ = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
+    known = {*range(SMALL + 1), *constants}
+    for seed in range(_DRAWS):
+        generator = torch.Generator().manual_seed(seed)
+        taken, widths = set(known), list[int]()
+        for axis in plan.axes:
+            draws = [_fewer(axis, generator) for _ in range(_TRIES)]
+            widths.append(next((width for width in draws if width not in taken), draws[0]))
+            taken.add(widths[-1])
+        found = _finder(plan, [whole, widths]).known
+        cut = [size for dense, size in found if size != dense]
+        if len(found) >= wanted and len({*cut}) == len(cut) and known.isdisjoint(cut):
+            return widths
+    return None
+
+
+def _finder(plan: Plan, networks: Sequence[Widths]) -> SizeFinder:
+    return SizeFinder(plan, [plan.kept(slots_of(plan, widths)) for widths in networks])
 
 
 def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
+    """Draw widths of some networks, in another proportion for each axis where that is possible."""
     generator = torch.Generator().manual_seed(seed)
-    taken: set[tuple[int, ...]] = set()
+    taken = {(1,) * count}
     drawn = []
     for axis in plan.axes:
         draws = (tuple(_fewer(axis, generator) for _ in range(count)) for _ in range(_TRIES))
         first = next(draws)
-        free = (some for some in chain([first], draws) if (axis.size, *some) not in taken)
-        some = next(free, first)
-        taken.add((axis.size, *some))
+        some = next(
+            (some for some in chain([first], draws) if _direction(some) not in taken), first
+        )
+        taken.add(_direction(some))
         drawn.append(some)
     return [list(widths) for widths in zip(*drawn, strict=True)]
 
@@ -251,16 +295,24 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
     are spread over the maps, as gates leave them: the first ones alone would close whole maps, and
     the file would lack the node that picks inputs. The first map, which is kept, always lacks some.
     """
-    if len(widths) != len(plan.axes):
-        raise ValueError(f"{len(widths)} widths are given for {len(plan.axes)} axes")
+    return slots_of_each(plan, [widths])[0]
+
+
+def slots_of_each(plan: Plan, networks: Sequence[Widths]) -> Tensor:
+    """Return ``slots_of`` for each network; shape ``(networks, plan.size)``."""
+    for widths in networks:
+        if len(widths) != len(plan.axes):
+            raise ValueError(f"{len(widths)} widths are given for {len(plan.axes)} axes")
     sizes = torch.tensor([axis.size for axis in plan.axes])
     starts = torch.tensor([axis.start for axis in plan.axes])
     place = torch.arange(plan.size) - starts.repeat_interleave(sizes)
-    open_ = place < torch.tensor(widths).repeat_interleave(sizes)
+    open_ = place < torch.tensor(networks).repeat_interleave(sizes, dim=1)
     for number in beside_maps(plan):
-        axis, slots = plan.axes[number], torch.arange(widths[number])
-        open_[axis.slice] = False
-        open_[axis.start + axis.size - 1 - slots * axis.size // widths[number]] = True
+        axis = plan.axes[number]
+        open_[:, axis.slice] = False
+        for row, widths in zip(open_, networks, strict=True):
+            slots = torch.arange(widths[number])
+            row[axis.start + axis.size - 1 - slots * axis.size // widths[number]] = True
     return open_
 
 

@@ -56,10 +56,10 @@ class Setting:
         )
 
 
-def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
-    """Return the timer of a gated model's networks in this setting; None if not available here.
+def _bench_of(setting: Setting, model: nn.Module) -> tuple[Observe, Path] | None:
+    """Return the timer of a gated model's networks in this setting, and the folder of its files.
 
-    It is not on another machine, or with another version of the runtime.
+    None if it is not available here: on another machine, or with another version of the runtime.
     """
     here = collect.machine()
     if (setting.processor, setting.system) != (here["processor"], here["system"]):
@@ -73,9 +73,7 @@ def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
     folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
     job = Job(model, folder, setting.threads, setting.batch)
     with stage("preparing to time what is chosen"):
-        observe = runtime.bench(job)
-    weakref.finalize(observe, shutil.rmtree, folder, ignore_errors=True)
-    return observe
+        return runtime.bench(job), folder
 
 
 FORMAT = 2
@@ -162,8 +160,17 @@ class LatencyTable:
     def _observing(self, model: nn.Module) -> Observe | None:
         """Return the timer of the model's networks in the table's setting; None elsewhere."""
         if not self._benches:
-            self._benches.append(_bench_of(self.setting, model))
+            found = _bench_of(self.setting, model)
+            if found is None:
+                self._benches.append(None)
+            else:
+                self.observe_by(*found)
         return self._benches[0]
+
+    def observe_by(self, observe: Observe, folder: Path) -> None:
+        """Set the timer of the model's networks; the folder of its files is removed with it."""
+        weakref.finalize(observe, shutil.rmtree, folder, ignore_errors=True)
+        self._benches[:] = [observe]
 
     @property
     def warning(self) -> str:

@@ -9,7 +9,7 @@ ones, in one file that all networks read, since time does not depend on their va
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -29,8 +29,8 @@ from onnx import (
 
 from l0prune.exporting.onnx.quantizer import owner_of
 from l0prune.plan.layout import Layout
-from l0prune.timing.facts import INPUT, NodeFacts, number_of
-from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
+from l0prune.timing.facts import INPUT, NodeFacts, facts_of_node, number_of
+from l0prune.timing.sizes import SMALL, Numbers, Size, SizeFinder, constant
 
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 _INLINE = 64  # elements, at most, of constant-size tensors that keep their values: scales and such
@@ -85,7 +85,7 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
     made = Template(first)
     hints = _hints(models[0], finder)
     tensors = [{t.name: t for t in model.graph.initializer} for model in plain]
-    scaled = {n for d in first.graph.node if d.op_type == "DequantizeLinear" for n in d.input}
+    scaled = _scaled(first.graph)
     for name, tensor in tensors[0].items():
         alike = [each[name] for each in tensors]
         dims = tuple(_find_all(finder, [tuple(t.dims) for t in alike], hints.get(name)))
@@ -99,8 +99,57 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
             if len(set(values)) > 1:
                 found = tuple(_find_all(finder, values))
                 made.attributes[number, attributes[0].name] = found
-    made.facts = list(_facts(models[0], plain, finder))
+    made.facts = list(_facts(models[0], plain, finder, made))
     return made
+
+
+_ENDLESS = 2**31 - 1  # the end of a Slice: no size
+
+
+def as_dense(model: ModelProto, sizes: Mapping[int, int], constants: Collection[int]) -> ModelProto:
+    """Return the file of a cut network as that of the dense one, with tensors but not their values.
+
+    Args:
+        model: a file in which each dim is told by its size alone (``unmistakable_widths``).
+        sizes: size of each of these dims in the dense network, by that in the file.
+        constants: other integers that are known to be in it.
+
+    Raises:
+        NoTemplate: an integer in it is neither.
+    """
+
+    def dense(number: int) -> int:
+        if abs(number) <= SMALL or abs(number) >= _ENDLESS or number in constants:
+            return number
+        if number not in sizes:
+            raise NoTemplate(f"nothing is known that has the size {number}")
+        return sizes[number]
+
+    result = ModelProto()
+    result.CopyFrom(model)
+    del result.graph.initializer[:]
+    scaled = _scaled(model.graph)
+    for tensor in model.graph.initializer:
+        dims = [dense(dim) for dim in tensor.dims]
+        own = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims)
+        if tensor.data_type in _INTEGERS and tensor.name not in scaled:
+            values = numpy_helper.to_array(tensor)
+            if values.size <= _INLINE:  # else positions
+                values = np.array([dense(int(each)) for each in values.flat], values.dtype)
+            own = numpy_helper.from_array(np.resize(values, dims), tensor.name)
+        result.graph.initializer.append(own)
+    for node in result.graph.node:
+        for attribute in node.attribute:
+            if numbers := _integers(attribute):
+                _set(attribute, [dense(number) for number in numbers])
+    return result
+
+
+def _scaled(graph: GraphProto) -> set[str]:
+    """Return the names of quantized tensors, whose integers are weights and no sizes."""
+    return {
+        name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.input
+    }
 
 
 def _difference(models: Sequence[ModelProto]) -> str:
@@ -219,7 +268,7 @@ def _renamed(tensor: TensorProto, name: str) -> TensorProto:
 
 
 def _facts(
-    named: ModelProto, models: Sequence[ModelProto], finder: SizeFinder
+    named: ModelProto, models: Sequence[ModelProto], finder: SizeFinder, made: Template
 ) -> Iterator[NodeFacts]:
     """Yield the facts of each node; tensors of unknown shape are left out."""
     known = [_known_shapes(model) for model in models]
@@ -227,15 +276,25 @@ def _facts(
     wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}
     nodes = models[0].graph.node
     for number, (node, original) in enumerate(zip(nodes, named.graph.node, strict=True)):
-        values = ([e[name] for e in known if name in e] for name in (*node.input, *node.output))
-        of_all = (shapes for shapes in values if len(shapes) == len(known))
-        monomials = dict.fromkeys(map(finder.monomial, of_all))
-        yield NodeFacts(
-            node.op_type,
-            owner_of(original),
-            not wide.isdisjoint(node.input),
-            tuple(dict.fromkeys(writer[name] for name in node.input if name in writer)),
-            tuple(monomials),
+        names = [name for name in (*node.input, *node.output) if name]
+        tensors = [
+            finder.dims([shapes[name] for shapes in known])
+            for name in names
+            if all(name in shapes for shapes in known)
+        ]
+        following = {name: sizes for (of, name), sizes in made.attributes.items() if of == number}
+        fixed = [a for a in _sorted(node) if a.name not in following]
+        numbers = tuple(size for sizes in following.values() for size in sizes)
+        yield facts_of_node(
+            (
+                node.op_type,
+                owner_of(original),
+                not wide.isdisjoint(node.input),
+                tuple(dict.fromkeys(writer[name] for name in node.input if name in writer)),
+            ),
+            tensors,
+            fixed,
+            numbers if len(tensors) == len(names) else (None,),
         )
         writer |= dict.fromkeys(node.output, number)
 
@@ -320,7 +379,8 @@ class Resizer:
             numbers = range(prod(dims)) if each.values is None else map(count, each.values)
             graph.initializer.append(helper.make_tensor(each.name, each.dtype, dims, list(numbers)))
         for (number, name), sizes in self.made.attributes.items():
-            _set(graph.node[number], name, [count(size) for size in sizes])
+            (attribute,) = (a for a in graph.node[number].attribute if a.name == name)
+            _set(attribute, [count(size) for size in sizes])
         for value in graph.output:
             value.type.tensor_type.ClearField("shape")
         return result
@@ -336,9 +396,8 @@ def _elsewhere(weight: Weight, dims: list[int], offset: int) -> TensorProto:
     return tensor
 
 
-def _set(node: NodeProto, name: str, numbers: list[int]) -> None:
-    for attribute in node.attribute:
-        if attribute.name == name and attribute.type == AttributeProto.INT:
-            attribute.i = numbers[0]
-        elif attribute.name == name:
-            attribute.ints[:] = numbers
+def _set(attribute: AttributeProto, numbers: list[int]) -> None:
+    if attribute.type == AttributeProto.INT:
+        attribute.i = numbers[0]
+    else:
+        attribute.ints[:] = numbers

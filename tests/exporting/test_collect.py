@@ -52,7 +52,10 @@ def test_networks_take_turns_until_the_time_is_over():
     found = collect.turns(of("own", 10.0), of("dense", 20.0), 0.6)
     assert found == {"own": 20 * [10.0], "dense": 20 * [20.0]}
     turn = [("dense", 1), ("dense", 3), ("own", 1), ("own", 3)]
-    assert called == [("own", 1), ("own", 2), *20 * turn]
+    assert called == [("own", 1), ("own", 1), *20 * turn]
+    called.clear()
+    collect.turns(of("own", 50.0), of("dense", 90.0), 0.6)  # one run in a turn, and all count
+    assert called == [("own", 1), ("own", 1), *12 * [("dense", 1), ("own", 1)]]
     assert len(collect.turns(of("own", 1e3), of("dense", 1e3), 0.6)["own"]) == collect.TURNS
 
 

@@ -27,7 +27,7 @@ def test_files_of_other_widths_are_those_that_the_quantizer_makes_of_an_export(t
     files = NetworkFiles(model, 2, tmp_path, in_int8)
     widths = [max(1, axis.size * 5 // 9) for axis in plan.axes]
     path = files.write("other.onnx", plan.kept(slots_of(plan, widths)))
-    expected = with_numbered_names(Exporter(model, 2, in_int8).network(widths).model)
+    expected = with_numbered_names(Exporter(model, 2, in_int8).networks([widths])[0].model)
     found = onnx.load(str(path))
     assert [n.op_type for n in found.graph.node] == [n.op_type for n in expected.graph.node]
     assert shapes(found) == shapes(expected)

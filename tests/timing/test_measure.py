@@ -62,7 +62,7 @@ def test_it_says_what_it_is_of(table):
     assert table.setting.runtime == "onnxruntime"
     assert (table.setting.threads, table.setting.batch) == (1, 1)
     assert table.dense > 0
-    assert table.quality.networks == SAMPLES // 4
+    assert table.quality.networks == SAMPLES
     assert len(table.samples) == SAMPLES
     assert "1 thread, batch 1" in str(table)
 

@@ -1,4 +1,4 @@
-"""Files of any widths, written from a few exports: the same as an export would write."""
+"""Files of any widths, written from a few cut graphs: the same as an export writes."""
 
 import numpy as np
 import onnx
@@ -67,8 +67,10 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     widths = [max(1, axis.size * 5 // 9) for axis in plan.axes]
     kept = plan.kept(slots_of(plan, widths))
     path = files.write("other.onnx", kept)
-    expected = with_numbered_names(Exporter(model, 3).network(widths).model)
-    found = onnx.load(str(path))
+    l0prune.gates(model).set_open(kept)
+    l0prune.export(model).save_onnx(tmp_path / "exported.onnx")
+    expected = with_plain_splits(with_numbered_names(onnx.load(str(tmp_path / "exported.onnx"))))
+    found = with_plain_splits(onnx.load(str(path)))
     assert [n.op_type for n in found.graph.node] == [n.op_type for n in expected.graph.node]
     assert dims(found) == dims(expected)
     assert integers(found) == integers(expected)
@@ -93,6 +95,21 @@ def test_a_file_that_is_there_is_not_written_again(tmp_path):
     assert path.read_bytes() == b"mine"
     files.write("chosen.onnx", kept[1])
     assert path.read_bytes() != b"mine"
+
+
+def with_plain_splits(model):
+    """Leave out what a Split is given: a number of equal parts, or their sizes in a cut graph."""
+    splits = [node for node in model.graph.node if node.op_type == "Split"]
+    sizes = {node.input[1] for node in splits if len(node.input) > 1}
+    for node in splits:
+        del node.input[1:]
+        kept = [a for a in node.attribute if a.name == "axis"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    kept = [tensor for tensor in model.graph.initializer if tensor.name not in sizes]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
+    return model
 
 
 def dims(model):
@@ -132,9 +149,32 @@ def test_a_model_that_becomes_several_files_is_refused(tmp_path):
 @pytest.mark.slow
 def test_files_that_differ_by_more_than_sizes_are_refused_with_the_place(tmp_path, monkeypatch):
     """Here some keep all 72 inputs of a Linear, so that they have no Gather."""
-    compared = {2: [[6, 5, 72], [7, 6, 40]], 1: [[5, 7, 72]]}
-    widths = lambda plan, count, seed=0: compared[count]  # noqa: E731
+    compared = {0: [[6, 5, 72], [7, 6, 40]], 1: [[5, 7, 72]]}
+    widths = lambda plan, least, seed=0: compared[seed]  # noqa: E731
     monkeypatch.setattr("l0prune.timing.network_files.distinguishing_widths", widths)
     where = r"not all have the Gather in 3\).*--exclude"
     with pytest.raises(UsageError, match=where):
         NetworkFiles(gated_inputs(), 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_one_export_tells_what_several_do(tmp_path, monkeypatch):
+    model = gated(size=20)
+    plan = l0prune.gates(model).plan
+    exported, networks = [], Exporter.networks
+    monkeypatch.setattr(
+        Exporter, "networks", lambda self, w: exported.append(len(w)) or networks(self, w)
+    )
+    one = NetworkFiles(model, 1, tmp_path / "one")
+    monkeypatch.setattr("l0prune.timing.network_files.unmistakable_widths", lambda *_: None)
+    several = NetworkFiles(model, 1, tmp_path / "several")
+    assert exported[0] == 1 < exported[1]
+    kept = plan.kept(slots_of(plan, [max(1, axis.size * 4 // 7) for axis in plan.axes]))
+    made = [
+        onnx.load(files.write("other.onnx", kept), load_external_data=False)
+        for files in (one, several)
+    ]
+    assert dims(made[0]) == dims(made[1])
+    assert integers(made[0]) == integers(made[1])
+    assert attributes(made[0]) == attributes(made[1])
+    assert one.facts == several.facts

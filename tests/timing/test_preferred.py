@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from l0prune.plan.plan import Axis, Plan
@@ -11,6 +12,10 @@ from l0prune.timing.latency import preferred_blocks
 def plan(*sizes, kind="channel"):
     axes = [Axis(f"a{i}", kind, size, sum(sizes[:i]), 1) for i, size in enumerate(sizes)]
     return Plan(axes=tuple(axes), pins=(), tensors={}, sites=(), costs=())
+
+
+def of_each(time):
+    return lambda networks: np.array([time(widths) for widths in networks], float)
 
 
 def up(width, block):
@@ -35,9 +40,9 @@ def up(width, block):
     ],
 )
 def test_blocks_are_those_of_least_time(sizes, time, blocks):
-    assert preferred_blocks(plan(*sizes), time) == blocks
+    assert preferred_blocks(plan(*sizes), of_each(time)) == blocks
 
 
 @pytest.mark.parametrize("kind", ["head", "group", "branch"])
 def test_what_is_no_width_is_counted_one_by_one(kind):
-    assert preferred_blocks(plan(64, kind=kind), lambda w: up(w[0], 8)) == [1]
+    assert preferred_blocks(plan(64, kind=kind), of_each(lambda w: up(w[0], 8))) == [1]

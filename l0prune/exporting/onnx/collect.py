@@ -30,10 +30,10 @@ FORMAT = 2
 NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 TURN = 0.03  # seconds of a turn, about
-SECONDS = 0.3  # of all turns of one network, about
-TURNS = 8  # at least
-FEWEST, MOST = 2, 100  # runs of a turn
-RUNS = 5  # for the times of nodes, at least
+SECONDS = 0.15  # of all turns of one network, about
+TURNS = 4  # at least
+FEWEST, MOST = 1, 100  # runs of a turn
+RUNS = 3  # for the times of nodes, at least
 MOST_RUNS = 2000  # at most: profiles of tiny networks would be millions of lines
 NODE = re.compile(r"n(\d{5})_")
 OF_SAMPLES = ("samples", "widths", "id")  # keys of a description that vary with the samples
@@ -139,15 +139,17 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
     """Return the medians of a network and of the dense one, timed in turns.
 
     A machine that is slower for seconds may slow only one of the two networks: so turns are short
-    and many.
+    and many. What the other one left in the caches matters to networks of several runs a turn:
+    their first run is not counted.
     """
     own(1)
-    ms = own(2)
+    ms = own(1)
     times = runs(ms)
     found: dict[str, list[float]] = {"dense": [], "own": []}
     for _ in range(max(TURNS, round(seconds * 1e3 / (ms * times)))):
         for name, each in (("dense", dense), ("own", own)):
-            each(1)
+            if times > 1:
+                each(1)
             found[name].append(each(times))
     return found
 
@@ -164,6 +166,10 @@ Load = Callable[[Path, int, str], Loaded]
 
 Nodes = Callable[[Path, dict[str, Any], int, int, str], dict[str, float]]
 """Function like ``profiled``: milliseconds of each node, and of the ``RUN``."""
+
+
+Until = Callable[[dict[str, Any]], int]
+"""Function from the results so far to the number of networks that are to be timed."""
 
 
 def networks_turns(
@@ -276,8 +282,9 @@ def collect(
     load: Load = Network,
     nodes: Nodes = profiled,
     its_version: str = "",
+    until: Until | None = None,
 ) -> dict[str, Any]:
-    """Time all networks of the folder that have no results in ``out`` yet.
+    """Time all networks of the folder that have no results in ``out`` yet, or as many as asked.
 
     For another runtime than ONNX Runtime, give its ``load``, ``nodes`` and ``its_version``.
     """
@@ -287,16 +294,43 @@ def collect(
     results = known(out, settings, about) or {**settings, "about": about, "samples": {}}
     dense = load(folder / about["dense"], threads, provider)
     dense.median(inputs, 3)
-    for number, name in enumerate(about["samples"], start=1):
+
+    def timed(name: str) -> dict[str, Any]:
+        path = folder / name
+        found = networks_turns(load(path, threads, provider), dense, inputs, SECONDS)
+        times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
+        return {**found, "nodes": nodes(path, inputs, times, threads, provider)}
+
+    return each_timed(results, out, timed, say, until)
+
+
+def each_timed(
+    results: dict[str, Any],
+    out: Path,
+    timed: Callable[[str], dict[str, Any]],
+    say: Any = None,
+    until: Until | None = None,
+) -> dict[str, Any]:
+    """Time networks of the results by name, those that are not timed yet; return the results.
+
+    They are kept after each network. Those that are not asked for (``until``) are left out.
+    """
+    about = results["about"]
+    names, number = about["samples"], 0
+    wanted = len(names) if until is None else until(results)
+    while number < wanted:
+        name = names[number]
+        number += 1
         if name not in results["samples"]:
-            path = folder / name
-            found = networks_turns(load(path, threads, provider), dense, inputs, SECONDS)
-            times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
-            of_nodes = nodes(path, inputs, times, threads, provider)
-            results["samples"][name] = {**found, "nodes": of_nodes}
+            results["samples"][name] = timed(name)
             keep(results, out)
         if say is not None:
-            say(number, len(about["samples"]))
+            say(number, wanted)
+        if number == wanted and until is not None:
+            wanted = until(results)
+    if number < len(names):
+        about |= {key: about[key][:number] for key in ("samples", "widths")}
+        keep(results, out)
     return results
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from l0prune.capture.provenance import origin_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
 from l0prune.infer.dataflow import Memory, joined
@@ -167,6 +168,7 @@ def _insert_gathers(graph: Graph, sizes: Sizes) -> None:
             continue
         with graph.inserting_before(node):
             gather = picked(source, -1, fine, f"{_KEPT_INPUTS}{weight.name}")
+        gather.meta.update(origin_of(node))
         node.replace_input_with(source, gather)
 
 
@@ -180,4 +182,5 @@ def _pick_shares(graph: Graph, analysis: Analysis, sizes: Sizes) -> None:
             continue
         with graph.inserting_before(node):
             gather = picked(shares, mixed.shares_dim, kept, f"{_KEPT_INPUTS}{name}")
+        gather.meta.update(origin_of(node))
         node.replace_input_with(shares, gather)
