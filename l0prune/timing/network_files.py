@@ -251,7 +251,7 @@ def _comparisons(exporter: Exporter, plan: Plan) -> Iterator[list[Network]]:
     if widths is not None:
         (cut,) = exporter.networks([widths])
         known = SizeFinder(plan, [cut.kept, all_slots(plan)]).known
-        sizes = {narrow: wide for narrow, wide in known}
+        sizes = {each[0]: each[1] for each in known}
         with suppress(NoTemplate):
             wide = as_dense(cut.model, sizes, constants)
             yield [cut, Network(all_slots(plan), wide, cut.inputs)]
