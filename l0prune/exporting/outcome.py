@@ -25,8 +25,11 @@ from l0prune.plan.globs import listed
 from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
+from l0prune.plan.targets import TARGET
+from l0prune.plan.width_times import are_in_blocks
 from l0prune.running.environment import as_html
 from l0prune.selection.fidelity import Fidelity
+from l0prune.selection.fitting import times_on
 
 if TYPE_CHECKING:
     from l0prune.exporting.onnx.half import Half
@@ -187,7 +190,16 @@ class Outcome:
 
     def __str__(self) -> str:
         """Sizes and largest error, and what files are worth in time once they were timed."""
-        return "\n".join((repr(self), *(f"{name}: {each}" for name, each in self._timed())))
+        timed = (f"{name}: {each}" for name, each in self._timed())
+        return "\n".join((repr(self), *timed, *self._in_blocks()))
+
+    def _in_blocks(self) -> list[str]:
+        """Return a sentence on the blocks of the widths, if they come in those of the target."""
+        times = times_on(TARGET)
+        blocks = times.blocks(self.plan)
+        if max(blocks, default=1) == 1 or not are_in_blocks(self.plan, self.kept, blocks):
+            return []
+        return [f"Widths: {times.describe(blocks)}."]
 
     def _timed(self) -> list[tuple[str, Any]]:
         """Return what is known of the times of each file, by a name for it."""
@@ -225,6 +237,7 @@ class Outcome:
             yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")
         for name, each in self._timed():
             yield Text(f"{name}: {each}")
+        yield from map(Text, self._in_blocks())
         if self.note:
             yield Text(self.note)
 

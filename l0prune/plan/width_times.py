@@ -12,10 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Gated, axes_of
 from l0prune.plan.plan import BITS, Cost, Plan
+from l0prune.plan.switches import idle
 
 BLOCKS = (1, 4, 8, 16, 32, 64)
 LARGEST = 128  # slots: wider axes are taken for as fast, slot by slot, as one of this size
@@ -108,6 +110,16 @@ class WidthTimes:
             f"widths in multiples of {', '.join(reversed(wide))}, which {self.target} computes "
             f"fastest ({self.origin}); round_to=1 leaves any"
         )
+
+
+def are_in_blocks(plan: Plan, kept: Tensor, blocks: Sequence[int]) -> bool:
+    """Return whether each axis that is cut keeps whole blocks; ``kept`` is bool and flat."""
+    is_gone = idle(plan, kept)
+    counts = [int(kept[axis.slice].sum()) for axis in plan.axes]
+    return all(
+        count % block == 0 or count == axis.size or bool(is_gone[axis.start])
+        for axis, count, block in zip(plan.axes, counts, blocks, strict=True)
+    )
 
 
 def _mean(

@@ -17,8 +17,8 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.branch import KIND
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import idle
 from l0prune.plan.targets import TARGET
+from l0prune.plan.width_times import are_in_blocks
 from l0prune.running.stages import stage
 from l0prune.selection.fitting import times_on
 
@@ -247,12 +247,7 @@ def cut_facts(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: boo
 
     Widths of axes that stay whole are the model's own, and those of branches that are gone none.
     """
-    is_gone = idle(plan, kept)
-    in_blocks = all(
-        count % block == 0 or count == axis.size or is_gone[axis.start]
-        for axis, block in zip(plan.axes, times_on(TARGET).blocks(plan), strict=True)
-        for count in [int(kept[axis.slice].sum())]
-    )
+    in_blocks = are_in_blocks(plan, kept, times_on(TARGET).blocks(plan))
     gates_branches = any(axis.kind == KIND for axis in plan.axes)
     may_drop = bool(plan.branches) and not gates_branches
     return CutFacts(asked, in_blocks, runtime_block(), may_drop, has_int8)
