@@ -74,6 +74,9 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
+    if (time := result.get("speedup")) is not None:
+        ms = f"{time['before_ms']:.3g} → {time['after_ms']:.3g} ms"
+        table.add_row("times as fast", f"{time['speedup']:.3g} ({ms} in ONNX Runtime)")
     metric = result["metric"]
     form = ".2%" if metric in IN_PERCENT else ".4g"
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
