@@ -1,6 +1,6 @@
 """Two pictures of a report as files of their own, for the documentation.
 
-python -m benchmarks.pictures docs/digits-lenet.report.json docs
+python -m benchmarks.pictures docs/digits-wide.report.json docs
 """
 
 from __future__ import annotations

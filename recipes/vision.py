@@ -128,20 +128,26 @@ class CifarResNet(nn.Module):
 
 def digits_resnet() -> nn.Module:
     """A small residual network for 8×8 digits: six blocks of 16 and 32 channels."""
-    return DigitsResNet()
+    return DigitsResNet((16, 32), 3)
+
+
+def digits_wide() -> nn.Module:
+    """A wide residual network for 8×8 digits: four blocks of 64 and 128 channels."""
+    return DigitsResNet((64, 128), 2)
 
 
 class DigitsResNet(nn.Module):
-    """A stem, three blocks at 8×8, three at 4×4, and a Linear."""
+    """A stem, blocks of one width at 8×8, as many of another at 4×4, and a Linear."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, int], blocks: int) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16))
-        self.layer1 = nn.Sequential(*(BasicBlock(16, 16, 1) for _ in range(3)))
+        first, last = widths
+        self.stem = nn.Sequential(nn.Conv2d(1, first, 3, 1, 1, bias=False), nn.BatchNorm2d(first))
+        self.layer1 = nn.Sequential(*(BasicBlock(first, first, 1) for _ in range(blocks)))
         self.layer2 = nn.Sequential(
-            BasicBlock(16, 32, 2), *(BasicBlock(32, 32, 1) for _ in range(2))
+            BasicBlock(first, last, 2), *(BasicBlock(last, last, 1) for _ in range(blocks - 1))
         )
-        self.linear = nn.Linear(32, 10)
+        self.linear = nn.Linear(last, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape: (n, 1, 8, 8) to (n, 10)."""

@@ -304,7 +304,7 @@ def test_a_wheel_holds_all_that_the_main_job_needs(tmp_path):
     home = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", home, wheel], check=True)
     code = "import l0prune; print(l0prune.__file__); from l0prune.cli.app import main; main()"
-    job = ("run", "digits-lenet", "dense.epochs=1", "finetune.epochs=1", "finetune.settle=0.2")
+    job = ("run", "digits-wide", "dense.epochs=1", "finetune.epochs=1", "finetune.settle=0.2")
     done = subprocess.run(
         [sys.executable, "-c", code, *job],
         cwd=tmp_path,

@@ -34,7 +34,7 @@ Learn which parts of a trained PyTorch network can go, and cut them out, exactly
     l0prune export --onnx
 
 That takes a folder with a model and images; each command has options for the rest.
-Or all of it on embedded data: l0prune run digits-lenet
+Or all of it on embedded data: l0prune run digits-wide
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)

@@ -41,8 +41,8 @@ def run(
     A stage whose file stands in the run folder is not done again.
 
     Examples:
-        l0prune run digits-lenet
-        l0prune run digits-lenet finetune.budget=macs=0.3 --out runs/third
+        l0prune run digits-wide
+        l0prune run digits-wide finetune.budget=macs=0.3 --out runs/third
         l0prune run my.toml finetune.epochs=20
     """
     if is_launched():
@@ -74,6 +74,9 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
+    if (time := result.get("speedup")) is not None:
+        ms = f"{time['before_ms']:.3g} → {time['after_ms']:.3g} ms"
+        table.add_row("times as fast", f"{time['speedup']:.3g} ({ms} in ONNX Runtime)")
     metric = result["metric"]
     form = ".2%" if metric in IN_PERCENT else ".4g"
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
@@ -121,7 +124,7 @@ def report(
 
     Examples:
         l0prune report
-        l0prune report runs/digits-lenet --out page.html
+        l0prune report runs/digits-wide --out page.html
         l0prune report runs
     """
     from l0prune.report.report import report_of  # loads torch
@@ -162,8 +165,8 @@ def show(name: options.Recipe) -> None:
     """Print a recipe, to read or to start one of your own from.
 
     Examples:
-        l0prune recipes show digits-lenet
-        l0prune recipes show digits-lenet > my.toml && l0prune run my.toml
+        l0prune recipes show digits-wide
+        l0prune recipes show digits-wide > my.toml && l0prune run my.toml
     """
     from l0prune.cli import recipe_files  # loads torch
 

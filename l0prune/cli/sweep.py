@@ -65,7 +65,7 @@ def sweep(
     Each run has a folder below --out; what is done there is not done again.
 
     Examples:
-        l0prune sweep digits-lenet --budget macs=0.3,0.5,0.7 --seed 0,1,2
+        l0prune sweep digits-wide --budget macs=0.3,0.5,0.7 --seed 0,1,2
         l0prune sweep my.toml --set finetune.lr=1e-3,1e-2 finetune.epochs=20
         l0prune sweep my.toml --seed 0,1 --on submitit --job slurm_partition=gpu
     """

@@ -15,6 +15,7 @@ from l0prune.cli.gate import gate as command_gate
 from l0prune.cli.messages import announced
 from l0prune.cli.recipe_files import GateSection, builtin, load
 from l0prune.cli.recipe_run import run
+from l0prune.cli.runs import _table
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.plan.limits import limits
 from l0prune.training.lambdas import Lambda
@@ -27,6 +28,7 @@ EXAMPLES = {
 }
 PARAMS = {
     "digits-lenet": 13_802,
+    "digits-wide": 704 + 2 * 73_984 + 221_696 + 295_424 + 1_290,
     "digits-exits": 176 + 3 * 4_672 + 13_952 + 2 * 18_560 + 330,
     "digits-resnet": 176 + 3 * 4_672 + 13_952 + 2 * 18_560 + 330,
     "mnist-mlp": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
@@ -292,6 +294,15 @@ def test_the_number_of_the_file_is_repeated_without_l0prune(done, folder):
     report = json.loads((folder / "report.json").read_text())
     assert report["gain"]["metric"]["of_file"] == done[1]["onnx_test_error"]
     assert report["repeat"]["preprocessing"] == known
+
+
+def test_the_table_of_a_run_says_how_many_times_as_fast_it_is(done, folder):
+    table = _table(done[1])
+    rows = dict(zip(*(column.cells for column in table.columns), strict=True))
+    time = json.loads((folder / "report.json").read_text())["gain"]["time"]
+    before, after = time["before"], time["after"]
+    assert rows["times as fast"].startswith(f"{before / after:.3g} ({before:.3g} → {after:.3g} ms")
+    assert "times as fast" not in _table({**done[1], "speedup": None}).columns[0].cells
 
 
 def test_a_run_does_each_stage_once(done, folder):

@@ -251,10 +251,10 @@ def test_a_large_network_is_a_small_file_made_at_once():
 
 def test_the_pictures_of_the_documentation_are_those_of_the_committed_run(tmp_path):
     docs = Path(__file__).parents[2] / "docs"
-    pictures.write(docs / "digits-lenet.report.json", tmp_path)
+    pictures.write(docs / "digits-wide.report.json", tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_text() == (docs / path.name).read_text(), (
-            "python -m benchmarks.pictures docs/digits-lenet.report.json docs"
+            "python -m benchmarks.pictures docs/digits-wide.report.json docs"
         )
 
 
