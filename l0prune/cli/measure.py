@@ -36,7 +36,13 @@ Provider = Annotated[
         "such as cuda [the CPU]."
     ),
 ]
-Samples = Annotated[int, typer.Option(help="How many networks are timed.")]
+Samples = Annotated[
+    str,
+    typer.Option(
+        help="How many networks are timed; auto: as many as predict each other, or there is time "
+        "for (12 to 32)."
+    ),
+]
 Bundle = Annotated[
     Path | None,
     typer.Option(
@@ -58,7 +64,7 @@ def measure(
     batch: Batch = 1,
     runtime: Runtime = "onnxruntime",
     provider: Provider = None,
-    samples: Samples = 48,
+    samples: Samples = "auto",
     seed: options.Seed = 0,
     bundle: Bundle = None,
     results: Results = None,
@@ -85,10 +91,11 @@ def measure(
         raise UsageError(
             "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"
         )
+    count = int(samples) if samples.isdecimal() else samples
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:
-        _write_bundle(model, bundle, batch, samples, seed, runtime, json)
+        _write_bundle(model, bundle, batch, count, seed, runtime, json)
         return
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
@@ -97,7 +104,7 @@ def measure(
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
-        table = _timed(model, target, threads, batch, runtime, provider, samples, seed)
+        table = _timed(model, target, threads, batch, runtime, provider, count, seed)
     (called,) = with_step({}, path)["commands"]
     table = replace(table, command=called)
     table.save(target)
@@ -111,15 +118,16 @@ _SHOWN = ("setting", "dense", "quality")
 
 
 def _write_bundle(
-    model: Any, folder: Path, batch: int, samples: int, seed: int, runtime: str, json: bool
+    model: Any, folder: Path, batch: int, samples: int | str, seed: int, runtime: str, json: bool
 ) -> None:
+    from l0prune.timing.measure import check_samples
     from l0prune.timing.onnx_files import Job, OnnxRuntime
     from l0prune.timing.runtimes import runtime_of
 
     with shown(err):
         chosen = runtime_of(runtime)
         assert isinstance(chosen, OnnxRuntime)
-        chosen.write(Job(model, folder, 1, batch, samples, seed))
+        chosen.write(Job(model, folder, 1, batch, check_samples(samples), seed))
     how = f"copy {folder} to the device, run `python run.py --threads 1` in it, and bring back "
     then = "results.json for --from"
     emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")
@@ -132,7 +140,7 @@ def _timed(
     batch: int,
     runtime: str,
     provider: str | None,
-    samples: int,
+    samples: int | str,
     seed: int,
 ) -> l0prune.LatencyTable:
     """Measure the table, and keep the timing results beside its file."""
