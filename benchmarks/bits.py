@@ -76,7 +76,7 @@ def row(gated: nn.Module, task: Task, last: dict[str, Any], dense: float, tested
     small = l0prune.export(gated)
     images = next(iter(task.test.batches(100)))[0]
     with tempfile.TemporaryDirectory() as folder:
-        small.save_onnx(Path(folder) / "model.onnx", int8=images)
+        small.save_onnx(Path(folder) / "model.onnx", int8=images, time=False)
         file = OnnxFile(Path(folder) / "model.int8.onnx")
         cpu = torch.device("cpu")
         in_file = evaluate_batches(

@@ -14,6 +14,7 @@ has ``--epochs``, over all of its phases:
 - ``dense``: nothing is cut; how much is due to training on?
 - ``l0prune``: half of them with gates that learn under ``budget="macs=…"``, at a constant rate (the
   default), cut, the other half;
+- ``l0prune-any``: the same with any widths (``round_to=1``), where the default has blocks;
 - ``l0prune-alone``: one run of ``finetune`` with its defaults, of which gates learn for 70 %, and
   nothing after it;
 - ``tp-group-norm``: cut at once, then all epochs;

@@ -101,7 +101,7 @@ def steps(
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
-        small.save_onnx(Path(folder) / "model.onnx")
+        small.save_onnx(Path(folder) / "model.onnx", time=False)
         yield {
             "onnx": small.certificate.worst("onnx", "float32"),
             **free_sizes(small, shapes is not None),

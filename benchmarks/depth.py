@@ -90,7 +90,7 @@ def measure(name: str, way: str, share: float) -> dict[str, float]:
     close(model, share)
     small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
-        small.save_onnx(Path(folder) / "model.onnx", beside=model)
+        small.save_onnx(Path(folder) / "model.onnx")
     assert small.times is not None
     before, after = small.times.before, small.times.after
     left = small.macs / small.macs_before

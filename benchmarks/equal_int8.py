@@ -154,7 +154,7 @@ class Ways:
     def _write(self, way: str, gated: nn.Module) -> None:
         """Write both files of a network."""
         self._files[way] = l0prune.export(gated.eval(), verify="float32")
-        self._files[way].save_onnx(self._folder / f"{way}.onnx", int8=self._data)
+        self._files[way].save_onnx(self._folder / f"{way}.onnx", int8=self._data, time=False)
 
     def _time(self, way: str) -> tuple[float, float]:
         """Milliseconds of the int8 file, and their share of those of the dense network's."""

@@ -89,7 +89,7 @@ def measure(name: str, side: int, seed: int = 0) -> Result:
     small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        small.save_onnx(path)
+        small.save_onnx(path, time=False)
         in_file = parameters_in(path)
     with torch.no_grad():
         first, second = model(torch.randn_like(images)), model(torch.randn_like(images))

@@ -90,7 +90,7 @@ def one_round(model: nn.Module, x: Tensor, file: Path) -> Iterator[tuple[str, fl
     close_half(model)
     dense, *spent = measured(lambda: l0prune.export(model))
     yield ("export", *spent)
-    yield ("save_onnx", *measured(lambda: dense.save_onnx(file))[1:])
+    yield ("save_onnx", *measured(lambda: dense.save_onnx(file, time=False))[1:])
     l0prune.ungate(model)
 
 

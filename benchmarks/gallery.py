@@ -171,7 +171,7 @@ def write(name: str, folder: Path) -> None:
     history = l0prune.finetune(model, work.data, epochs=2 * work.epochs, **settings)
     small = l0prune.export(model)
     with TemporaryDirectory() as there:
-        small.save_onnx(Path(there) / f"{name}.onnx", beside=model)
+        small.save_onnx(Path(there) / f"{name}.onnx")
         report = l0prune.Report.of(small, [first, history], model=model, latency=table)
         report.titled(work.title).save(folder / f"{name}.html")
 

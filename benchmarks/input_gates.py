@@ -61,7 +61,7 @@ def row(name: str, model: nn.Module, data: Data) -> str:
     varying = 1 - sum(b.always + b.never for b in found.blocks) / len(found.blocks)
     small = l0prune.export(l0prune.gate(model, (data.train.example(2),)))
     with tempfile.TemporaryDirectory() as folder:
-        (plain,) = small.save_onnx(Path(folder) / "plain.onnx")
+        (plain,) = small.save_onnx(Path(folder) / "plain.onnx", time=False)
         skipping = l0prune.save_skipping(small, Path(folder) / "skip.onnx")
         times = ms_of([plain, skipping], data.test.inputs)  # type: ignore[attr-defined]
     shown = " / ".join(f"{each:.4f}" for each in times)
@@ -83,7 +83,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     for share in options.shares:
         dense = cut(model, data, share, options.epochs)
         with tempfile.TemporaryDirectory() as folder:
-            (file,) = dense.save_onnx(Path(folder) / "cut.onnx")
+            (file,) = dense.save_onnx(Path(folder) / "cut.onnx", time=False)
             (ms,) = ms_of([file], data.test.inputs)  # type: ignore[attr-defined]
         wrong = l0prune.evaluate(dense.module, data)["error"]
         yield f"| cut, {share:g} | {dense.macs:,} | {dense.macs:,} | | | {ms:.4f} | {wrong:.2%} |"

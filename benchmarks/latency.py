@@ -63,7 +63,7 @@ class Bench:
         """The share and its spread, of the file that an export of the model writes."""
         small = l0prune.export(self._model)
         path = self._folder / "exported.onnx"
-        small.save_onnx(path)
+        small.save_onnx(path, time=False)
         return *self.share(path), small
 
 

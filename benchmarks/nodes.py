@@ -66,7 +66,7 @@ def steps(which: str, name: str, round_to: int) -> Iterator[Row]:
         scramble(model, (args, kwargs), evenly=round_to == 1, round_to=round_to)
         yield {"step": "export"}
         result = l0prune.export(model)
-        result.save_onnx(ours)
+        result.save_onnx(ours, time=False)
         yield {
             "own_class": result.rebuilt,
             "written": _apart(onnx.load(ours), onnx.load(dense)),

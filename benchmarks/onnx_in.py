@@ -92,7 +92,7 @@ def cut(model: nn.Module, folder: Path, free: dict[str, dict[int, str]] | None) 
     l0prune.gate(model, model.example_input_array, dynamic_shapes=free)
     l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
     small = l0prune.export(model)
-    small.save_onnx(folder / "out.onnx")
+    small.save_onnx(folder / "out.onnx", time=False)
     return small
 
 
@@ -111,7 +111,7 @@ def row(path: Path, folder: Path) -> str:
             if not model.free:
                 raise
             sizes = "fixed"
-            dense = cut(l0prune.ungate(model), folder, None)
+            dense = cut(l0prune.load_model(str(path)), folder, None)
     except L0pruneError as error:
         return f"{about} refused: {' '.join(str(error).split())[:240]} |"
     batch = "free" if not model.fixed_batch else str(model.fixed_batch)

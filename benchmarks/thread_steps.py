@@ -55,7 +55,7 @@ def steps(name: str) -> Iterator[Row]:
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
-        small = dense.save_onnx(Path(folder) / "small.onnx")
+        small = dense.save_onnx(Path(folder) / "small.onnx", time=False)
         yield {"onnx": dense.certificate.worst("onnx", "float32"), "step": "reload"}
         how, loaded = reloaded(partial(built, of), dense, Path(folder))
         found, expected = (answer(each, example) for each in (loaded, dense.module))
@@ -71,7 +71,7 @@ def steps(name: str) -> Iterator[Row]:
         yield times("eager", *(in_torch(each, *args, **kwargs) for each in (before, dense.module)))
         if not dense.in_parts:
             l0prune.gate(before, *example)
-            large = l0prune.export(before).save_onnx(Path(folder) / "large.onnx")
+            large = l0prune.export(before).save_onnx(Path(folder) / "large.onnx", time=False)
             yield times("ort", *(in_runtime(files[0], example) for files in (large, small)))
 
 

@@ -276,6 +276,7 @@ Way = Callable[[nn.Module, float, Job], Cut]
 WAYS: dict[str, Way] = {
     "dense": dense,
     "l0prune": learned,
+    "l0prune-any": partial(learned, round_to=1),
     "l0prune-alone": alone,
     "l0prune-widths": partial(learned, branches=False),
     "l0prune-alike": partial(learned, branches=False, start="alike"),

@@ -23,6 +23,7 @@ import collections
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import json
 import logging
@@ -35,6 +36,8 @@ import zlib
 os.environ["OMP_NUM_THREADS"] = "1"
 # An error in a rule or a pass fails the test, and does not hide as a pin.
 os.environ["L0PRUNE_STRICT"] = "1"
+# Any width is as fast as another, on each machine: tests of blocks bring times of their own.
+os.environ["L0PRUNE_WIDTHS"] = os.path.join(os.path.dirname(__file__), "any_width.json")
 # Triton runs its kernels on the CPU where there is no GPU; it asks for this when it is loaded.
 if not os.path.exists("/dev/nvidia0"):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -128,13 +131,15 @@ def pytest_runtest_setup():
     it: half of the one or two seconds that a small file takes. torch.export looks for new operators
     that compilers of C++ might have brought, four times a capture, and gathers a record of each
     tensor for its trace log while anybody listens, as pytest does to logs that tell nobody else.
-    Files are timed for a second each, and no test looks at times.
+    Files that are timed take turns for a second, and no test looks at times.
     """
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
     trace.handlers.clear()
     if "l0prune.exporting.onnx.times" in sys.modules:
         sys.modules["l0prune.exporting.onnx.times"]._SECONDS = 0.01
+    if "l0prune.exporting.onnx.profile" in sys.modules:
+        sys.modules["l0prune.exporting.onnx.profile"]._SECONDS = 0.01
     for module, name in (
         ("torch._export.utils", "_materialize_cpp_cia_ops"),
         ("torch.onnx._internal.exporter._schemas", "op_signature_from_function"),
@@ -164,6 +169,20 @@ def seeded():
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():  # else torch notes the whole stack, to seed it later
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def untimed(request, monkeypatch):
+    """Files are timed, which writes the dense network's, in tests that ask for ``timed`` alone."""
+    if "timed" not in request.fixturenames:
+        result = importlib.import_module("l0prune.exporting.result")
+        saving = inspect.unwrap(result.Export.save_onnx)
+        monkeypatch.setitem(saving.__kwdefaults__, "time", False)
+
+
+@pytest.fixture
+def timed():
+    """``save_onnx`` times files unless told not to, as it does outside of tests."""
 
 
 @pytest.fixture

@@ -224,6 +224,49 @@ def deformed(m, x):
     return m.b(z.relu())
 
 
+def shares_of_groups(m, x):
+    """Two shares for each token, one of which each slot of its group takes; and one for all."""
+    y = m.a(x).relu()
+    shares = m.s(x).repeat_interleave(y.shape[-1], -1)
+    y = (torch.stack([y, y.flip(1)], 2).flatten(2) * shares).view(*y.shape[:2], 2, -1).sum(2)
+    return m.b(y * m.all(x).expand(-1, -1, y.shape[-1]))
+
+
+def keys_of_groups(m, x):
+    """Heads of queries share keys and values, which are copied for them: copies are no axis."""
+    q = m.q(x).view(2, 5, 4, 8).transpose(1, 2)
+    k, v = (each(x).view(2, 5, 2, 8).transpose(1, 2) for each in (m.k, m.v))
+    k = k[:, :, None].expand(2, 2, 2, 5, 8).reshape(2, 4, 5, 8)
+    y = (q @ k.mT).softmax(-1) @ v.repeat_interleave(2, 1)
+    return m.o(y.transpose(1, 2).flatten(2))
+
+
+def heads_over_edges(m, x):
+    """Attention over the edges of a ring: each place looks at itself and at the one before."""
+    rows, to = x.flatten(0, 1), torch.arange(10).repeat(2)
+    of = torch.cat([torch.arange(10), torch.arange(10).roll(1)])
+    q, k, v = (each(rows).view(10, 4, 8) for each in (m.q, m.k, m.v))
+    e = (q[to] * k[of]).sum(-1).sigmoid()
+    y = torch.zeros(10, 4, 8, dtype=x.dtype).index_add(0, to, e[..., None] * v[of])
+    return m.o(y.flatten(1)).view(2, 5, -1)
+
+
+def unpadded(m, x):
+    """Tokens of padding are taken out by their positions, and zeros put in their place."""
+    rows = x.flatten(0, 1)
+    index = (rows[:, 0] > 0).nonzero().flatten()
+    y = m.b(m.a(rows[index]).relu())
+    return m.c(torch.zeros(10, 8, dtype=x.dtype).index_put((index,), y).view(2, 5, 8))
+
+
+def masked(m, x):
+    """Tokens chosen by a mask are changed and added to their places, others stay."""
+    y, mask = m.a(x), x[..., 0] > 0
+    y = y.clone()
+    y[mask] = y[mask] + m.c(m.b(y[mask]).relu())
+    return m.d(y)
+
+
 def deformed_in_groups(m, x):
     import torchvision
 
@@ -296,7 +339,70 @@ CASES = {
         IMAGE,
         {"0": 8, "1": 6},
     ),
+    "kernel_of_one_over_positions": (
+        Fn(
+            lambda m, x: m.o((y := m.u(x)) * m.s(m.t(y).relu()).sigmoid()),
+            u=nn.Linear(32, 8),
+            t=nn.Conv1d(5, 7, 1),
+            s=nn.ConvTranspose1d(7, 5, 1),
+            o=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"u": 8, "t": 7, "u.in": 32},
+    ),
+    "diagonal": (
+        Fn(
+            lambda m, x: m.c(torch.diagonal(m.a(x).relu().mT @ m.b(x), dim1=-1, dim2=-2)),
+            a=nn.Linear(32, 8),
+            b=nn.Linear(32, 8),
+            c=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"a.head_dim": 8, "a.in": 32, "b.in": 32},
+    ),
+    "diagonal_made": (
+        Fn(lambda m, x: m.b(torch.diag_embed(m.a(x))), a=nn.Linear(32, 8), b=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 8, "a.in": 32},
+    ),
+    "shares_of_groups": (
+        Fn(
+            shares_of_groups,
+            a=nn.Linear(32, 8),
+            s=nn.Linear(32, 2),
+            all=nn.Linear(32, 1),
+            b=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"a": 8, "a.in": 32, "s.in": 32, "all.in": 32},
+    ),
+    "keys_of_groups": (
+        Fn(
+            keys_of_groups,
+            q=nn.Linear(32, 32),
+            k=nn.Linear(32, 16),
+            v=nn.Linear(32, 16),
+            o=nn.Linear(32, 7),
+        ),
+        TOKENS,
+        {"q.heads": 2, "q.head_dim": 8, "v.head_dim": 8, **inputs},
+    ),
+    "unpadded": (
+        Fn(unpadded, a=nn.Linear(32, 6), b=nn.Linear(6, 8), c=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 6, "b": 8, "a.in": 32},
+    ),
+    "masked": (
+        Fn(masked, a=nn.Linear(32, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 8), d=nn.Linear(8, 3)),
+        TOKENS,
+        {"a": 8, "b": 6, "a.in": 32},
+    ),
     "merged_heads": attention(merged_heads),
+    "heads_over_edges": (
+        Fn(heads_over_edges, **qkv),
+        TOKENS,
+        {"q.heads": 4, "q.head_dim": 8, "v": 8, **inputs},
+    ),
     "alibi": attention(alibi),
     "picked_by_identity": (
         Fn(

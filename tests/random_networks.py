@@ -10,6 +10,7 @@ from deadness import randomise
 from dynamic_layers import Dynamic
 from mixtures import Mixture
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import l0prune
 
@@ -31,21 +32,28 @@ class Values:
 
 
 class RandomNetwork(nn.Module):
-    """Steps that each make one more value from those before; some values are the outputs."""
+    """Steps that each make one more value from those before; some values are the outputs.
+
+    With ``runs_all``, steps that no output needs are computed, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
         self.steps: list[tuple[str, Step, list[int]]] = []
         self.outputs: list[int] = []
+        self.runs_all = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         values = Values(self, x)
+        for number in range(1, len(self.steps) + 1) if self.runs_all else ():
+            values[number]
         return tuple(values[number] for number in self.outputs)
 
     def __repr__(self) -> str:
         lines = [f"{number}: {text}" for number, (text, *_) in enumerate(self.steps, start=1)]
-        return "\n".join([*lines, f"outputs {self.outputs}", repr(self.layers)])
+        said = f"outputs {self.outputs}, all steps run: {self.runs_all}"
+        return "\n".join([*lines, said, repr(self.layers)])
 
 
 class Author:
@@ -63,6 +71,7 @@ class Author:
             getattr(self, f"add_{KINDS[self.choose(len(KINDS))]}")()
         for _ in range(1 + self.choose(2)):
             self.end()
+        self.network.runs_all = bool(self.choose(2))
         return self.network.eval()
 
     # --- helpers ------------------------------------------------------------------------------
@@ -362,6 +371,54 @@ class Author:
             return out(y).transpose(1, 2).reshape(-1, *shape[1:])
 
         self.step(f"attention over the positions of {number}", run, *layers)
+
+    def add_unread(self) -> None:
+        """A value beside which another one is made that nobody reads."""
+        number = self.pick()
+
+        def written(x: Tensor) -> None:
+            y = x.clone()
+            y += x.tanh()
+            y[:, :1].mul_(2)
+
+        def noise(x: Tensor) -> None:
+            F.dropout(x, 0.5, training=True).add_(torch.rand_like(x))
+
+        def attention(x: Tensor) -> None:
+            F.scaled_dot_product_attention(*[x.flatten(1)[:, None]] * 3)
+
+        kinds = {"a write": written, "noise": noise, "attention": attention}
+        name = list(kinds)[self.choose(len(kinds))]
+
+        def run(values: Values) -> Tensor:
+            kinds[name](values[number])
+            return values[number] * 2
+
+        self.step(f"{name} on {number} that nobody reads, and its double", run)
+
+    def add_tied(self) -> None:
+        """A Linear over the channels whose weight is read twice, by several roads."""
+        number = self.pick()
+        layer = nn.Linear(self.values[number].shape[1], self.width())
+
+        def fast(x: Tensor, m: nn.Module) -> Tensor:
+            halves = {name: p * 0.5 for name, p in m.named_parameters()}
+            return m(x) + functional_call(m, halves, (x,))
+
+        kinds = {
+            "back": lambda x, m: F.linear(m(x).relu(), m.weight.t()),
+            "listed": lambda x, m: F.linear(m(x).relu(), next(iter(m.parameters())).t()),
+            "fast weights": fast,
+            "unit rows": lambda x, m: m(x).relu() @ (m.weight / m.weight.norm(dim=1)[:, None]),
+            "Gram": lambda x, m: m(x).relu() / (m.weight @ m.weight.t()).abs().sum(1),
+            "state": lambda x, m: F.linear(m(x).relu(), m.state_dict()["weight"].t()),
+        }
+        name = list(kinds)[self.choose(len(kinds))]
+        self.step(
+            f"{name} of one weight over the channels of {number}",
+            lambda v, m: kinds[name](v[number].movedim(1, -1), m).movedim(-1, 1),
+            layer,
+        )
 
     def add_recurrent(self) -> None:
         """A recurrent layer over the positions: stacked, in two directions, or projected."""

@@ -11,15 +11,16 @@ import re
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from l0prune.capture.compat import size_hint
+from l0prune.capture.compat import bound_sizes, size_hint
 from l0prune.capture.copying import class_forwards
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.inlining import LOST_GRADIENT, inline_modes
@@ -111,7 +112,7 @@ class Captured:
         inputs: names of the placeholder nodes that are the user's inputs.
         aliases: further names of tied tensors, each with the name used in ``names``.
         parameters: the names in ``names`` that are parameters, not buffers or constants.
-        unused: parameters of the model that the eval graph never touches.
+        own: names of all parameters of what was captured.
         batch: size of the batch that the graph was captured with.
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
@@ -129,7 +130,7 @@ class Captured:
     inputs: tuple[str, ...]
     aliases: dict[str, str]
     parameters: frozenset[str]
-    unused: tuple[str, ...]
+    own: tuple[str, ...]
     batch: int
     dynamic: bool
     path: str = ""
@@ -144,6 +145,13 @@ class Captured:
         """The fx graph."""
         graph: Graph = self.program.graph
         return graph
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The parameters that the eval graph never touches."""
+        read = (node.name for node in self.graph.nodes if node.users)
+        used = {self.names[name] for name in read if name in self.names}
+        return tuple(name for name in self.own if self.aliases.get(name, name) not in used)
 
     def stored(self, target: str) -> str:
         """Return the name in ``names`` of the tensor ``target`` of the program's module."""
@@ -198,7 +206,7 @@ def capture(
     constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()
     check_owned(part, [program.constants[name] for name in constants])
     _check_dtypes(program.graph)
-    _check_shapes(program.graph)
+    _check_shapes(program)
     captured = _index(model, program, batch or 1, found.is_free, path)
     return replace(
         captured,
@@ -226,9 +234,40 @@ def _check_dtypes(graph: Graph) -> None:
             )
 
 
-def _check_shapes(graph: Graph) -> None:
-    """Refuse tensors of data-dependent shape, some of which torch.export accepts."""
-    for node in graph.nodes:
+# Operators that return as many positions as a mask, or other values, have.
+CHOOSING = {
+    getattr(torch.ops.aten, name).default for name in ("nonzero", "nonzero_numpy", "masked_select")
+} | {torch.ops.aten.index.Tensor, torch.ops.aten.where.default}
+
+
+def _bound_chosen(node: Node) -> None:
+    """Give a number to the count of positions that a node chooses: that of all positions."""
+    values: Any = node.meta.get("val")
+    masks: list[Any] = [each.meta.get("val") for each in node.all_input_nodes]
+    if node.target == torch.ops.aten.index.Tensor:
+        masks = [mask for mask in masks[1:] if mask.dtype in (torch.bool, torch.uint8)]
+    numbers = [size_hint(size) for mask in masks[-1:] for size in mask.shape]
+    known = [number for number in numbers if number is not None]
+    for value in values if isinstance(values, tuple | list) else [values]:
+        for size in value.shape if known and len(known) == len(numbers) else ():
+            if not isinstance(size, int):
+                bound_sizes(size, prod(known))
+
+
+def _check_shapes(program: ExportedProgram) -> None:
+    """Refuse tensors of data-dependent shape, some of which torch.export accepts.
+
+    Positions may be chosen by the inputs alone. What weights have computed is rounded otherwise in
+    another dtype or runtime, and would then choose others.
+    """
+    signature = program.graph_signature
+    computed = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+    for node in program.graph.nodes:
+        if not computed.isdisjoint(each.name for each in node.all_input_nodes):
+            computed.add(node.name)
+        choosers = node.all_input_nodes[1:] or node.all_input_nodes
+        if node.target in CHOOSING and computed.isdisjoint(each.name for each in choosers):
+            _bound_chosen(node)
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
         if any(size_hint(size) is None for size in shape):
@@ -252,16 +291,14 @@ def _index(
     inline_modes(program)
     program.graph.eliminate_dead_code()  # unused results are no part of the graph
     _name_modules(program.graph, path)
-    used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
     own = (within(path, name) for name, _ in model.get_submodule(path).named_parameters())
-    unused = tuple(name for name in own if canonical[name] not in used)
     return Captured(
         program=program,
         names=names,
         inputs=tuple(signature.user_inputs),  # type: ignore[arg-type]
         aliases=aliases,
         parameters=frozenset(parameters),
-        unused=unused,
+        own=tuple(own),
         batch=batch,
         dynamic=dynamic,
         path=path,

@@ -11,10 +11,11 @@ import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +124,25 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def size_hint(size: Any) -> int | None:
-    """Return a size as a number; a symbolic one as in the example, None where it has no value."""
+    """Return a size as a number; a symbolic one as in the example, None where it has no value.
+
+    A size that depends on data has the number given to ``bound_sizes``.
+    """
     value = size if isinstance(size, int) else size.node.hint
+    if value is None:
+        found = size.node.expr.subs(_BOUNDS.get(size.node.shape_env, {}))
+        value = found if found.is_number else None
     return None if value is None else int(value)
+
+
+_BOUNDS: MutableMapping[Any, dict[Any, int]] = WeakKeyDictionary()
+
+
+def bound_sizes(size: Any, largest: int) -> None:
+    """Give a number to the symbol of a size that depends on data."""
+    expression = size.node.expr
+    if expression.is_Symbol and size.node.hint is None:
+        _BOUNDS.setdefault(size.node.shape_env, {})[expression] = largest
 
 
 def size_expression(size: Any) -> Any:

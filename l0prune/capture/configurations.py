@@ -19,6 +19,8 @@ from l0prune.capture.threads import muted
 Field = tuple[str, ...]  # the keys that lead to a number of the configuration
 Dim = tuple[str, int]  # name of a tensor, and which of its dims
 
+_FLOAT = "__float__"  # key of an object that is written for inf, -inf or nan
+
 # Keys that can make transformers fetch or run something, and that no saved model needs.
 _UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|use_pretrained")
 
@@ -51,7 +53,12 @@ def configured(kind: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _plain(config: Any) -> Any:
-    """Remove the keys that could fetch or run anything from a configuration, also nested ones."""
+    """Remove the keys that could fetch or run anything from a configuration, also nested ones.
+
+    Numbers that JSON lacks (inf, nan), which transformers writes as objects, are numbers again.
+    """
+    if isinstance(config, Mapping) and config.keys() == {_FLOAT}:
+        return float(config[_FLOAT])
     if isinstance(config, Mapping):
         return {n: _plain(v) for n, v in config.items() if not _UNWANTED.search(str(n))}
     return [_plain(each) for each in config] if isinstance(config, list) else config

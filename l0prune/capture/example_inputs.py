@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from l0prune.capture.compat import pytree
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.sizes import Inputs, batch_of
+from l0prune.capture.undisturbed import code_undisturbed
 from l0prune.errors import UsageError, first_line
 
 # Types of values that no call can change.
@@ -171,10 +172,12 @@ def _is_plain(model: nn.Module, given: Inputs, kept: Inputs) -> bool:
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Call a model with copies of the objects in its inputs; a captured graph with their tensors.
 
-    Other tensors are passed without a copy.
+    Other tensors are passed without a copy. The code of the model's classes keeps nothing of it: a
+    table in another dtype, or of the smaller sizes, is none for the model's next call.
     """
     args, kwargs = plain(inputs) if isinstance(model, GraphModule) else opened(inputs)
-    return model(*args, **kwargs)
+    with code_undisturbed(model):
+        return model(*args, **kwargs)
 
 
 def plain(inputs: Inputs) -> Inputs:

@@ -1,16 +1,14 @@
-"""torch.export of a module, without outputs that are no data, and with attributes restored.
+"""torch.export of a module, without outputs that are no data.
 
 torch.export accepts tensors, numbers and known containers as outputs. A decoder of transformers
 also returns a ``DynamicCache`` by default. Such an object is state for the model's next call and no
-result: a captured graph omits it. Values that a forward writes into its modules' attributes (the
-anchors of the last size, the last mask) are fake tensors while it is traced, and must be removed
-before the user calls the model again.
+result: a captured graph omits it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from inspect import Parameter, Signature, signature
@@ -21,13 +19,16 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from l0prune.capture.caches import without_cached_tensors
 from l0prune.capture.compat import STACK_OF_A_NODE, CallStack, pytree, replaced
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
 from l0prune.capture.masked_writes import fill_by_mask
+from l0prune.capture.raw_reads import mark_raw_reads, take_out_marks
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic_patches import SymbolicPatches, restore_recurrent_calls
 from l0prune.capture.threads import one_at_a_time
+from l0prune.capture.undisturbed import undisturbed
 
 _DATA = (Tensor, bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -86,13 +87,10 @@ def _is_state(leaf: Any) -> bool:
     return leaf is not None and not isinstance(leaf, _DATA) and not is_dataclass(leaf)
 
 
-_CONTAINERS = (dict, list, set)
-
-
 def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> ExportedProgram:
-    """Run ``torch.export.export`` with ``SymbolicPatches``, and restore the module's attributes.
+    """Run ``torch.export.export`` with ``SymbolicPatches``, leaving the module undisturbed.
 
     Transforms of torch.func are replaced by equivalent operators. The program's arguments are
     named as those of the module that this one ``stands_for``, if any.
@@ -102,8 +100,10 @@ def exported(
     """
     with one_at_a_time():
         stacks = replaced(*STACK_OF_A_NODE, CallStack)
-        with restore_attributes(module), stacks, SymbolicPatches():
+        marks, caches = mark_raw_reads(module), without_cached_tensors()
+        with undisturbed(module), stacks, marks, caches, SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
+        take_out_marks(program)
         _name_arguments(program, module, args, kwargs)
         restore_recurrent_calls(program)
         fill_by_mask(program)
@@ -126,35 +126,3 @@ def _name_arguments(
     names = [each.name for each in known if each.kind in kinds][: len(args)]
     if len(names) == len(args):
         called.forward_arg_names = [*names, *kwargs]
-
-
-@contextmanager
-def restore_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, and the plain containers, after the context."""
-    before = [(vars(module), _held(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for attributes, held in before:
-            for name in attributes.keys() - held.keys():
-                del attributes[name]
-            for name, (value, contents) in held.items():
-                attributes[name] = value
-                if type(value) in _CONTAINERS and _items(value) != _items(contents):
-                    value.clear()
-                    (value.extend if isinstance(value, list) else value.update)(contents)
-
-
-def _held(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute's value, with a shallow copy if it is a container."""
-    return {
-        name: (value, value.copy() if type(value) in _CONTAINERS else None)
-        for name, value in vars(module).items()
-    }
-
-
-def _items(container: Any) -> list[Hashable]:
-    """Return the contents of a container for comparison, with ids instead of values."""
-    if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return [id(value) for value in container]

@@ -154,7 +154,7 @@ def export(
     small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
     of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
     of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
-    of_onnx |= {"beside": model if timed else None}
+    of_onnx |= {"time": timed}
     with shown(err):
         files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
         # ONNX files of parts lack the code between the parts.

@@ -12,18 +12,20 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.evaluate import say_what_differs
+from l0prune.cli.measure import latency_table
 from l0prune.cli.messages import announced, emit, say
 from l0prune.cli.opening import (
-    latency_table,
     load_data,
     recorded_data,
     recorded_tokenizer,
     with_commands,
+    with_speed,
     with_step,
 )
 from l0prune.cli.options import key_values, with_settings
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.files.atomic import check_writable
+from l0prune.plan.targets import TARGET
 from l0prune.training.fields import current_names
 
 Setting = Annotated[
@@ -41,9 +43,9 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tun
 
 
 @with_settings(
-    "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "penalty", "elements",
-    "quantize", "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn", "start",
-    "settle", "compact", "augment", "seed", "device", "distill", "autocast", "accumulate",
+    "loss", "metric", "lam", "budget", "measures", "round_to", "target", "counting", "penalty",
+    "elements", "quantize", "bits", "epochs", "batch_size", "lr", "gate_lr", "optimizer", "learn",
+    "start", "settle", "compact", "augment", "seed", "device", "distill", "autocast", "accumulate",
     "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
@@ -53,6 +55,7 @@ def finetune(
     tokenizer: options.Tokenizer = None,
     *,
     settings: dict[str, Any],
+    faster: options.Faster = None,
     latency: options.Latency = None,
     setting: Setting = None,
     run: Run = None,
@@ -75,6 +78,8 @@ def finetune(
     of_project = current_names(defaults().get("finetune", {}))
     inherited = {k: v for k, v in of_project.items() if k not in given}
     training_settings = {**inherited, **given}
+    if faster is not None:
+        training_settings["budget"] = with_speed(training_settings.get("budget"), faster)
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
@@ -93,7 +98,12 @@ def finetune(
         known = source if hasattr(source, "train") else None
         if world.is_first and known is not None:
             say_what_differs(model, known, path)
-        table = latency_table(latency, path, training_settings.get("budget"))
+        target_name = training_settings.get("target", TARGET)
+        table = world.first_then_all(
+            lambda: latency_table(
+                latency, path, training_settings.get("budget"), model, target_name
+            )
+        )
         training_settings |= {} if table is None else {"latency": table}
         live = live_page(folder, path.name) if report else nullcontext()
         with announced(say), live:

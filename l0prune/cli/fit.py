@@ -10,13 +10,14 @@ import typer
 
 import l0prune
 from l0prune.cli import options
+from l0prune.cli.measure import latency_table
 from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import (
     NO_DATA,
-    latency_table,
     load_data,
     recorded_data,
     recorded_tokenizer,
+    with_speed,
     with_step,
 )
 from l0prune.cli.options import with_settings
@@ -64,12 +65,13 @@ Compensate = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
 
 
-@with_settings("loss", "metric", "round_to", "measures")
+@with_settings("loss", "metric", "round_to", "target", "measures")
 def fit(
     file: options.GatedFile = None,
     budget: Budget = None,
     score: Score = _AUTO,
     kind: Kind = None,
+    faster: options.Faster = None,
     latency: options.Latency = None,
     data: options.DataSpec = None,
     data_root: options.DataRoot = None,
@@ -100,15 +102,17 @@ def fit(
     info = l0prune.read_info(path)
     of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
     asked = GateSettings.of(settings)
+    budget = with_speed(budget, faster)
     if not (budget or asked.rounds or latency is not None or compensate):
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     missing = NO_DATA if compensate else None
     spec, root = recorded_data(data, data_root, info, path, trust_pickle, missing)
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    table = latency_table(latency, path, budget)
+    table = latency_table(latency, path, budget, model, asked.target)
     divides = compensate and score == _AUTO
     tells = score == _AUTO and spec is not None and bool(budget) and not (kind or compensate)
-    request: dict[str, Any] = {"round_to": asked.round_to, "latency": table, "kinds": kind or ()}
+    request: dict[str, Any] = {"round_to": asked.round_to, "target": asked.target}
+    request |= {"latency": table, "kinds": kind or ()}
     check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
     source = load_data(spec, root, model, words)

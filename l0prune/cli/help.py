@@ -20,7 +20,7 @@ _GROUPS = {
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
         "input_gates", "penalty", "elements",
     ),
-    "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
+    "Budget": ("faster", "budget", "lam", "latency", "round_to", "target", "measures", "counting"),
     "Training": (
         "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume", "sweeps",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +17,9 @@ from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say, shown
 from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import check_writable
+from l0prune.plan.targets import TARGET
 
 Threads = Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")]
 Batch = Annotated[int, typer.Option(help="Examples in one call.")]
@@ -26,7 +27,7 @@ Runtime = Annotated[
     str,
     typer.Option(
         help="What runs the network: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
-        "executorch, litert, eager, compile or cuda-graph (PyTorch)."
+        "executorch, litert; of PyTorch eager, compile, cuda-graph or torch-cuda-bf16."
     ),
 ]
 Provider = Annotated[
@@ -37,10 +38,10 @@ Provider = Annotated[
     ),
 ]
 Samples = Annotated[
-    str,
+    int | None,
     typer.Option(
-        help="How many networks are timed; auto: as many as predict each other, or there is time "
-        "for (12 to 32)."
+        help="How many networks are timed [as many as predict others within 5 %, up to 32].",
+        show_default=False,
     ),
 ]
 Bundle = Annotated[
@@ -64,7 +65,7 @@ def measure(
     batch: Batch = 1,
     runtime: Runtime = "onnxruntime",
     provider: Provider = None,
-    samples: Samples = "auto",
+    samples: Samples = None,
     seed: options.Seed = 0,
     bundle: Bundle = None,
     results: Results = None,
@@ -91,11 +92,10 @@ def measure(
         raise UsageError(
             "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"
         )
-    count = int(samples) if samples.isdecimal() else samples
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:
-        _write_bundle(model, bundle, batch, count, seed, runtime, json)
+        _write_bundle(model, bundle, batch, samples or _IN_BUNDLE, seed, runtime, json)
         return
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
@@ -104,7 +104,7 @@ def measure(
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
-        table = _timed(model, target, threads, batch, runtime, provider, count, seed)
+        table = timed(model, target, threads, batch, runtime, provider, samples or "auto", seed)
     (called,) = with_step({}, path)["commands"]
     table = replace(table, command=called)
     table.save(target)
@@ -114,34 +114,60 @@ def measure(
         say(f"warning: {table.warning}")
 
 
+_IN_BUNDLE = 48  # networks, as nothing tells there how well they predict
 _SHOWN = ("setting", "dense", "quality")
 
 
 def _write_bundle(
-    model: Any, folder: Path, batch: int, samples: int | str, seed: int, runtime: str, json: bool
+    model: Any, folder: Path, batch: int, samples: int, seed: int, runtime: str, json: bool
 ) -> None:
-    from l0prune.timing.measure import check_samples
     from l0prune.timing.onnx_files import Job, OnnxRuntime
     from l0prune.timing.runtimes import runtime_of
 
     with shown(err):
         chosen = runtime_of(runtime)
         assert isinstance(chosen, OnnxRuntime)
-        chosen.write(Job(model, folder, 1, batch, check_samples(samples), seed))
+        chosen.write(Job(model, folder, 1, batch, samples, seed))
     how = f"copy {folder} to the device, run `python run.py --threads 1` in it, and bring back "
     then = "results.json for --from"
     emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")
 
 
-def _timed(
+def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
+    """Return the given latency table, or that beside the model, timed if need be for a budget.
+
+    Raises:
+        FileError: the table that is given cannot be read.
+        UsageError: the target cannot be timed here.
+    """
+    if given is not None:
+        return l0prune.LatencyTable.load(given)
+    from l0prune.plan.limits import limits  # loads torch
+    from l0prune.plan.measures import Latency
+
+    if not budget or all(limit.measure != Latency.name for limit in limits(budget)):
+        return None
+    beside = output_path(None, str(path), LATENCY)
+    with suppress(FileError, UsageError):  # of another model, or none: it is made anew
+        table = l0prune.LatencyTable.load(beside)
+        table.of(l0prune.gates(model).plan)
+        if table.setting.runtime == target:
+            return table
+    table = timed(model, beside, runtime=target)
+    table.save(beside)
+    say(f"{beside} written: {table}")
+    return table
+
+
+def timed(
     model: object,
     target: Path,
-    threads: int,
-    batch: int,
-    runtime: str,
-    provider: str | None,
-    samples: int | str,
-    seed: int,
+    threads: int = 1,
+    batch: int = 1,
+    runtime: str = TARGET,
+    provider: str | None = None,
+    samples: int | str = "auto",
+    seed: int = 0,
 ) -> l0prune.LatencyTable:
     """Measure the table, and keep the timing results beside its file."""
     import shutil

@@ -12,7 +12,7 @@ from typing import Any
 import l0prune
 from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
-from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
+from l0prune.cli.project import chosen, image_folder, only_model, side_of_images
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 
@@ -119,18 +119,18 @@ def _sides() -> list[int]:
     return []
 
 
-def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
-    """Return the given latency table, or the one beside the model if a budget needs it.
+def with_speed(budget: Any, faster: float | None) -> list[str]:
+    """Return a command's budgets as texts, with that of ``--faster``.
 
     Raises:
-        FileError: the table cannot be read.
+        UsageError: time is limited twice.
     """
-    if given is None:
-        beside = output_path(None, str(path), LATENCY)
-        texts = (budget,) if isinstance(budget, str) else budget or ()
-        is_needed = any(l0prune.LatencyTable.name in text for text in texts)
-        given = beside if is_needed and beside.exists() else None
-    return None if given is None else l0prune.LatencyTable.load(given)
+    given = [budget] if isinstance(budget, str) else list(budget or ())
+    if faster is None:
+        return given
+    if any(name in text for text in given for name in ("latency", "speed")):
+        raise UsageError("--faster is a budget in time: leave out the other one")
+    return [*given, f"speed={faster:g}"]
 
 
 def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:

@@ -70,12 +70,21 @@ Tokenizer = Annotated[
 GatedFile = Annotated[
     Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
 ]
+Faster = Annotated[
+    float | None,
+    typer.Option(
+        metavar="TIMES",
+        help="As many times as fast as the model that came in, on --target: 2 is twice as fast, "
+        "the same as --budget speed=2. Its time at other widths is taken for that.",
+    ),
+]
 Latency = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Times of this model as `l0prune measure` wrote them, for budgets in latency and for "
-        "widths that the runtime is fast at [under such a budget MODEL.latency.json].",
+        help="Times of this model as `l0prune measure` wrote them, for budgets in time and for "
+        "widths that the runtime is fast at [under such a budget MODEL.latency.json, which is made "
+        "where there is none].",
     ),
 ]
 Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]

@@ -17,6 +17,7 @@ from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.plan.limits import limits
 from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.criteria import check_name
 from l0prune.training.fields import current_names
 from l0prune.training.settings import Settings
@@ -105,6 +106,7 @@ class FitSection(_Section):
     batches: int | None = Field(None, ge=1, le=MOST)
     batch_size: int = Field(100, ge=1, le=MOST)
     round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = "auto"
+    target: Annotated[str, AfterValidator(check_target)] = TARGET
     kinds: list[str] = []
 
 
@@ -143,7 +145,7 @@ class LatencySection(_Section):
     provider: str | None = None
     threads: int = Field(1, ge=1, le=THREADS)
     batch: int = Field(1, ge=1, le=MOST)
-    samples: int = Field(48, ge=1, le=NETWORKS)
+    samples: Annotated[int, Field(ge=1, le=NETWORKS)] | Literal["auto"] = "auto"
 
 
 class ExitsSection(_Section):
@@ -230,12 +232,9 @@ class Recipe(RoundSection):
         return self
 
     @model_validator(mode="after")
-    def _has_times_for_budgets_in_them(self) -> Recipe:
+    def _takes_times_for_budgets_in_them(self) -> Recipe:
         if self.latency is None and any(Latency.name in p.limited for p in (*self.rounds, self)):
-            raise ValueError(
-                "a budget in latency needs times of the network: add a section [latency], or "
-                "latency.threads=1"
-            )
+            self.latency = LatencySection.model_validate({})
         return self
 
 

@@ -290,6 +290,7 @@ def _fit(
             part.budget,
             scores,
             round_to=part.round_to,
+            target=part.target,
             latency=latency,
             kinds=part.kinds,
             data=data if part.score == "auto" and not part.kinds else None,

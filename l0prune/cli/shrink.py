@@ -9,14 +9,15 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.export import folders, say_written
+from l0prune.cli.export import Timed, folders, say_written
 from l0prune.cli.messages import emit, err, shown
-from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data
+from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
+from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
 
 Budget = Annotated[
-    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=0.5, …")
+    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=12ms, …")
 ]
 Tolerance = Annotated[
     str | None,
@@ -28,9 +29,21 @@ Tolerance = Annotated[
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs in which it then learns the original's answers.")
 ]
+ClassDim = Annotated[
+    int | None,
+    typer.Option(help="Dim of the outputs that holds the scores of classes, as -1."),
+]
+Worse = Annotated[
+    bool,
+    typer.Option(
+        "--allow-worse-than-mean",
+        help="Write a network, too, that says less of the outputs than their mean does.",
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 
 
+@with_settings("round_to", "target")
 def shrink(
     model: options.Model = None,
     model_option: options.ModelOption = None,
@@ -39,8 +52,11 @@ def shrink(
     data_root: options.DataRoot = None,
     tokenizer: options.Tokenizer = None,
     budget: Budget = None,
+    faster: options.Faster = None,
     tolerance: Tolerance = None,
     recover: Recover = 0,
+    *,
+    settings: dict[str, Any],
     samples: options.Samples = 512,
     batch_size: options.Batch = 64,
     exclude: options.Exclude = None,
@@ -48,9 +64,12 @@ def shrink(
     loadable_by: options.LoadableBy = None,
     dynamic: options.Dynamic = None,
     seed: options.Seed = 0,
+    class_dim: ClassDim = None,
+    allow_worse_than_mean: Worse = False,
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
+    timed: Timed = True,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
 ) -> None:
@@ -66,12 +85,13 @@ def shrink(
         l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
         l0prune shrink transformers:DIR --data a.txt --budget params=0.8
     """
+    budget = with_speed(budget, faster)
     if bool(budget) == (tolerance is not None):
-        raise UsageError("give --budget macs=0.5, or --tolerance 1% in its place")
+        raise UsageError("give --faster 2, --budget macs=0.5, or --tolerance 1% in its place")
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
+    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
     with shown(err):
         small = l0prune.shrink(
@@ -83,13 +103,15 @@ def shrink(
             samples=samples,
             batch_size=batch_size,
             seed=seed,
+            class_dim=class_dim,
+            allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=free_dims(dynamic, module),
             **asked,
         )
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
         if out or not files:
-            files += small.save_onnx(output_path(out, spec, ".small.onnx"))
+            files += small.save_onnx(output_path(out, spec, ".small.onnx"), time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

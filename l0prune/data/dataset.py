@@ -256,7 +256,8 @@ class Loaded:
         )
         for batch in _read(loader):
             inputs, targets = inputs_and_targets(batch)
-            tensors = targets if isinstance(targets, Mapping) else torch.as_tensor(targets)
+            is_plain = targets is not None and not isinstance(targets, Mapping)
+            tensors = torch.as_tensor(targets) if is_plain else targets
             yield to_device(inputs, device), to_device(tensors, device)
 
     def example(self, count: int) -> Any:

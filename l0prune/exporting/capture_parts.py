@@ -24,6 +24,12 @@ def capture_parts(network: Network) -> Network:
     return replace(network, parts=surveyed(network))
 
 
+_OTHER_AXES = (
+    "in the graph with a free batch size l0prune finds other axes than those that were gated; "
+    "please report this with the model's code"
+)
+
+
 @stage("capturing the model")
 def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
     """Capture the model's parts and infer plans, with a free batch if its plan fits the gates.
@@ -36,12 +42,15 @@ def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
     """
     plain, example, gated_by = network.plain, network.example, network.plan
     if gated_by.parts == ("",):
+        why_fixed = ""
         for captured in _captures(network, frees_batch):
+            captured = replace(captured, why_fixed=captured.why_fixed or why_fixed)
             analysis = with_code(analyse(captured), plain)
             analysis = with_switches(analysis, _as_gated(analysis.plan, gated_by))
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
+            why_fixed = _OTHER_AXES
     else:
         parts = parts_of(plain, example)
         parts.plan = _as_gated(parts.plan, gated_by)
@@ -68,7 +77,8 @@ def _captures(network: Network, frees_batch: bool) -> Iterator[Captured]:
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
     """Give a plan the switches and groups of the gates' plan, and no ``alike`` if that has none."""
     plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
-    plan = replace(plan, together=gated_by.together, allowed=gated_by.allowed)
+    groups = {name: getattr(gated_by, name) for name in ("together", "allowed", "divisors")}
+    plan = replace(plan, **groups)
     return plan if gated_by.alike else replace(plan, alike=())
 
 

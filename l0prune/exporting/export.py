@@ -23,6 +23,7 @@ from l0prune.exporting.certify.dtypes import placed
 from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.verify import verify, verify_class
 from l0prune.exporting.network import Pass, attempt, copies_of, run
+from l0prune.exporting.onnx.times import DenseNetwork
 from l0prune.exporting.resize_class import check_class_alone, drop_branches, resize_class
 from l0prune.exporting.result import Export
 from l0prune.exporting.slice import select, slice_by_plan, slice_graphs, slice_tensors
@@ -79,6 +80,7 @@ def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
 
 def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -> Export:
     network = replace(copies_of(gated), compared_in=_dtypes(verify))
+    dense = DenseNetwork(network)
     unlooked = check_copy(gated, bank.example)
     weights = weights_of(network.plain)
     wrapper = "" if gated is model else _note_on_wrapper(model, network.plain)
@@ -87,7 +89,8 @@ def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -
         attempt(BY_PLAN, network) or run(BY_CAPTURE, network),
         weights,
         notes,
-        bank.facts.get("preprocessing"),
+        bank,
+        dense,
     )
     quantizer = holder(network.gated)[1].quantizer
     if quantizer is not None and any(quantizer.counts):

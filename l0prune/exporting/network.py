@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class Network:
         dtypes: of the model's tensors.
         free: input sizes that are free beside the batch.
         sizes: values of the free sizes that the model takes.
+        original: the user's model; it may be gone by the time a file is written.
         compared_in: dtypes of the comparisons.
         batches: batch sizes on which the own class is compared; those of an export if empty.
         asked: cache of the gated model's answers, so that it does not run twice on one input.
@@ -80,6 +82,7 @@ class Network:
     dtypes: Dtypes
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
+    original: ReferenceType[nn.Module] | None = None
     compared_in: Sequence[torch.dtype] = BOTH
     batches: Sequence[int] = ()
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
@@ -167,4 +170,5 @@ def copies_of(model: nn.Module) -> Network:
     example = cast(bank.example, None if dtypes.others else dtypes.main, device_of(gated))
     free = bank.free
     sizes = sizes_taken(gated, example, free) if free else ({},)
-    return Network(gated, plain, bank.plan, bank.double().z().cpu(), example, dtypes, free, sizes)
+    z = bank.double().z().cpu()
+    return Network(gated, plain, bank.plan, z, example, dtypes, free, sizes, ref(model))

@@ -10,6 +10,7 @@ from l0prune.capture.example_inputs import holds_objects
 from l0prune.capture.sizes import ANY
 from l0prune.exporting.pieces import ExportedPart, InParts, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
+from l0prune.exporting.state import lost
 from l0prune.files.cut_layers import LAYERS
 from l0prune.infer.nodes import called, draws
 
@@ -26,7 +27,8 @@ _FROM_TWO = "the model's forward treats a single example in another way"
 def notes_on_files(made: Whole | InParts, module: nn.Module) -> list[str]:
     """Return the notes on programs and files made from ``module``, some of them empty."""
     on_model = (_note_on_sizes(made), _note_on_objects(made), _note_on_draws(made.pieces))
-    return [_note_on_batches(made.pieces), *on_model, _note_on_pickles(module)]
+    on_state = map(_note_on_state, made.pieces)
+    return [_note_on_batches(made.pieces), *on_model, *on_state, _note_on_pickles(module)]
 
 
 def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
@@ -85,6 +87,20 @@ def _note_on_sizes(made: Whole | InParts) -> str:
         elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
             lines.append(f"Program and ONNX file are for {name} of 2 or more.")
     return "\n".join(lines)
+
+
+def _note_on_state(piece: ExportedPart) -> str:
+    """Return a note on what a piece keeps from one call to the next; empty if nothing."""
+    if piece.lost:
+        return f"No program or file will be written: {lost(piece.lost)}"
+    if not piece.state:
+        return ""
+    names = ", ".join(piece.state)
+    return (
+        f"The model keeps {names} from one call to the next. An ONNX file has that as its last "
+        "inputs and outputs: give the first call the module's own values, and each other one what "
+        "the call before returned. .pt2 keeps it by itself; .pte and .tflite are refused."
+    )
 
 
 def _note_on_draws(pieces: Sequence[ExportedPart]) -> str:

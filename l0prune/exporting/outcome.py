@@ -17,7 +17,8 @@ from l0prune.data.preprocessing import Preprocessing
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.notes import CHANGED, notes_on_files
-from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.speedup import Speedup
+from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
 from l0prune.files.onnx_network import Origin
 from l0prune.plan.globs import listed
@@ -25,7 +26,7 @@ from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.environment import as_html
-from l0prune.selection.compensate import Fidelity
+from l0prune.selection.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from l0prune.exporting.onnx.half import Half
@@ -63,7 +64,9 @@ class Outcome:
         fidelity: nearness of outputs to those of the network that ``shrink`` was given, on inputs
             that weights were not fitted to; None where something else made it.
         curve: the sizes that ``shrink`` tried for a tolerance, ascending.
-        times: milliseconds of the ONNX file and of the dense network's, once they were taken.
+        asked: the budgets that the gates met, or were trained for, as text; empty without any.
+        speedup: of the ONNX file beside the dense network's, and beside the ideal by MACs, once
+            ``save_onnx`` took the times.
         int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
         half: what 16 bits change, once ``save_onnx`` wrote a file in float16 or bfloat16.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
@@ -97,7 +100,9 @@ class Outcome:
     _manifest: dict[str, Any] = field(repr=False)
     _handed_out: HandedOut = field(repr=False)
     _unused: frozenset[str] = field(repr=False)
-    times: Times | None = None
+    _dense: DenseNetwork = field(repr=False)
+    asked: tuple[str, ...] = ()
+    speedup: Speedup | None = None
     int8: Int8 | None = None
     half: Half | None = None
     files: tuple[Path, ...] = ()
@@ -107,6 +112,12 @@ class Outcome:
     fidelity: Fidelity | None = None
     curve: tuple[Step, ...] = ()
     changed: bool = False
+    _untimed: str = field(default="", repr=False)
+
+    @property
+    def times(self) -> Times | None:
+        """Milliseconds of the ONNX file and of the dense network's, once they were taken."""
+        return None if self.speedup is None else self.speedup.times
 
     @property
     def params(self) -> int:
@@ -119,7 +130,8 @@ class Outcome:
     @property
     def note(self) -> str:
         """Note for the user: why the module is not of its own class, and what files take."""
-        notes = (self._note, *notes_on_files(self._made, self.module), CHANGED * self.changed)
+        notes = [self._note, *notes_on_files(self._made, self.module), CHANGED * self.changed]
+        notes.append(self._untimed)
         return "\n".join(filter(None, notes))
 
     @property
@@ -152,6 +164,8 @@ class Outcome:
             "widths": {name: list(width) for name, width in self.widths.items()},
             "gone": list(self.gone),
             "certificate": self.certificate.to_dict(),
+            "asked": list(self.asked),
+            "speedup": None if self.speedup is None else self.speedup.to_dict(),
             **{
                 name: None if (value := getattr(self, name)) is None else asdict(value)
                 for name in ("times", "int8", "half", "fidelity")
@@ -171,6 +185,16 @@ class Outcome:
         name = type(self.module).__name__
         return f"Export({name}: {params}, {macs}; largest error {', '.join(errors)})"
 
+    def __str__(self) -> str:
+        """Sizes and largest error, and what files are worth in time once they were timed."""
+        return "\n".join((repr(self), *(f"{name}: {each}" for name, each in self._timed())))
+
+    def _timed(self) -> list[tuple[str, Any]]:
+        """Return what is known of the times of each file, by a name for it."""
+        half = f"In {self.half and self.half.dtype}"
+        named = (("Time", self.speedup), ("In int8", self.int8), (half, self.half))
+        return [(name, each) for name, each in named if each is not None]
+
     def _repr_html_(self) -> str:
         return as_html(self)
 
@@ -183,10 +207,12 @@ class Outcome:
         yield sizes
         if self.gone:
             yield Text(f"Branches that are gone: {listed(self.gone)}.")
-        proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
+        numbers = "error", "rounding", "allowed"
+        proof = Table("compared", "precision", "batch", *numbers, title="Certificate")
         for c, batches in self.certificate.summary():
             what = f"{c.against} and {c.what}" + (f" of {c.part}" if c.part else "")
-            errors = f"{c.error:.1e}", f"{c.tolerance:.1e}"
+            alone = "" if c.rounding is None else f"{c.rounding:.1e}"
+            errors = f"{c.error:.1e}", alone, f"{c.tolerance:.1e}"
             proof.add_row(Text(what), c.dtype, ", ".join(map(str, batches)), *errors)
         yield proof
         if self.curve:
@@ -197,10 +223,8 @@ class Outcome:
             yield curve
         if self.fidelity is not None:
             yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")
-        half = f"In {self.half and self.half.dtype}"
-        for name, each in (("Time", self.times), ("In int8", self.int8), (half, self.half)):
-            if each is not None:
-                yield Text(f"{name}: {each}")
+        for name, each in self._timed():
+            yield Text(f"{name}: {each}")
         if self.note:
             yield Text(self.note)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import SymInt, Tensor, nn
@@ -28,6 +29,7 @@ from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restor
 from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
+from l0prune.exporting.state import attributes_kept, state_of
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
@@ -46,6 +48,11 @@ class ExportedPart:
         batches: batch sizes that the programs take, if the batch size is free.
         free: further free sizes, by leaf of the inputs.
         why_fixed: why a size requested as free is fixed, as a clause.
+        original: the user's gated model, for the rounding of runtimes; None in parts.
+        state: of a model captured whole the tensors that carry values from one call to the next, by
+            name, as its programs start.
+        lost: attributes by which a second call of the part differs from the first: no program keeps
+            what is no buffer.
         form: number from 1 of the piece among those of its part: a part that its model calls in
             several ways, such as with tensors of two and of three dims, has a piece for each.
     """
@@ -59,6 +66,9 @@ class ExportedPart:
     form: int = 1
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
+    original: ReferenceType[nn.Module] | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -115,6 +125,7 @@ class Whole:
         make: makes the programs from the module.
         free: sizes requested as free beside the batch.
         why_fixed: why one of them is fixed, if that is known.
+        original: the user's gated model.
     """
 
     module: nn.Module
@@ -124,6 +135,7 @@ class Whole:
     make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
+    original: ReferenceType[nn.Module] | None = None
 
     @cached_property
     @stage("making a program of the smaller model")
@@ -150,7 +162,15 @@ class Whole:
         if not answers:  # the module was compared with the gated one at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
-        return (replace(piece, free=free, why_fixed=made.why_fixed or self.why_fixed),)
+        state = {name: value.clone() for name, value in state_of(single).items()}
+        if state:  # all inputs in a row, each of them twice
+            inputs = [answer.inputs for answer in answers for _ in range(2)]
+            in_a_row = answers_of(self.module, inputs, whose="module")
+            piece = replace(piece, state=state, answers=in_a_row)
+        else:
+            piece = replace(piece, lost=attributes_kept(self.module, piece.answers[0]))
+        why_fixed = made.why_fixed or self.why_fixed
+        return (replace(piece, free=free, why_fixed=why_fixed, original=self.original),)
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
@@ -217,7 +237,8 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
     exact = placed(exact, CPU)
     why_fixed = captured.why_fixed if captured else ""
     example = network.narrow(network.example)
-    return Whole(exact, dtypes, example, network.answers[""], make, network.free, why_fixed)
+    answers = tuple(answer.measured_on(exact) for answer in network.answers[""])
+    return Whole(exact, dtypes, example, answers, make, network.free, why_fixed, network.original)
 
 
 def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -255,6 +276,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     """Yield the pieces for inputs of one form: one, or one for each value of a number input."""
     small = network.small.get_submodule(path)
     small = small if device_of(small) == CPU else placed(copied(small), CPU)
+    answers = tuple(answer.measured_on(small) for answer in answers)
     dtypes = network.dtypes.below(path)
     made, single = programs(small, dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
@@ -280,7 +302,8 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
     """Return whether the float32 program computes the answer; False if it cannot run."""
     try:
-        found = output_of(single.module(check_guards=False), answer.inputs, torch.float32)
+        apart = copied(single.module(check_guards=False))  # it may write into its buffers
+        found = output_of(apart, answer.inputs, torch.float32)
     except CertificateError:
         return False
     return difference(answer.single, found) <= LARGEST

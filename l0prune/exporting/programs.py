@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_in
@@ -21,6 +23,8 @@ from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare_run
 from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.state import check_kept, check_stateless
+from l0prune.exporting.uncut import rounding_in
 from l0prune.running.stages import stage
 
 Run = Callable[[Inputs], list[Tensor]]
@@ -157,9 +161,12 @@ def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
     """Write a piece for the smallest batch among its answers, after running it for a comparison.
 
     Raises:
+        CertificateError: it keeps values from one call to the next.
         L0pruneError: it cannot be translated or run.
         UsageError: a package is not installed.
     """
+    check_kept(piece.lost, "program")
+    check_stateless(piece.single, f"program of {kind.label}", piece.path)
     answer: Answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
     args, kwargs = inputs = cast(answer.inputs, torch.float32)
     with stage(f"translating the smaller model to {kind.label}"):
@@ -173,4 +180,12 @@ def write_program(kind: Format, piece: ExportedPart, path: Path) -> list[Check]:
             f"{first_line(error)}"
         ) from error
     path.write_bytes(content)
-    return [compare_run(kind.name, answer, found, piece.path)]
+    own = partial(rounding_in, partial(_outputs, kind), piece.original)
+    return [compare_run(kind.name, answer, found, piece.path, own)]
+
+
+def _outputs(kind: Format, program: ExportedProgram, inputs: Inputs) -> Sequence[Tensor]:
+    """Return the outputs of a program in float32 that the format's runtime runs."""
+    content = made(kind, program.module(check_guards=False), *inputs)
+    with muted():
+        return kind.loaded(content, 1)(inputs)

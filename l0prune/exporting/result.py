@@ -17,24 +17,28 @@ from torch.export import ExportedProgram
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.threads import one_at_a_time
-from l0prune.errors import UsageError, warn
+from l0prune.errors import UsageError, in_a_line, warn
 from l0prune.exporting.certify.certificate import Certificate, Check, Compared
 from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
+from l0prune.exporting.network import copies_of
 from l0prune.exporting.notes import CHANGED
 from l0prune.exporting.onnx.file import describe
 from l0prune.exporting.onnx.older import check_opset
 from l0prune.exporting.onnx.other_runtimes import tried_elsewhere
-from l0prune.exporting.onnx.times import times_of
+from l0prune.exporting.onnx.speedup import cut_facts, measured
+from l0prune.exporting.onnx.times import DenseNetwork
 from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.programs import FORMATS, Format, write_program
+from l0prune.exporting.state import check_kept
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
+from l0prune.gating.attaching import holder
 from l0prune.plan.numbers import THREADS, check_whole
 
 
@@ -51,10 +55,13 @@ class Export(Outcome):
 
         Raises:
             CaptureError: torch.export can no longer follow the model.
-            CertificateError: a program does not compute what the module does.
+            CertificateError: a program does not compute what the module does, in one call or in
+                several in a row.
             UsageError: the module has other tensors than were exported.
         """
         self._look()
+        for piece in self._made.pieces:
+            check_kept(piece.lost, "program")
         shown: tuple[Compared, ...] = ("program",) if self.changed else ("graph", "program")
         if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
@@ -66,8 +73,8 @@ class Export(Outcome):
         if not self._handed_out.has_changed(self.module):
             return
         module = placed(copied(self.module), CPU).eval()
-        self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
-        self.int8 = self.half = self.ranges = None
+        self._made, self.files, self.changed = self._made.of(module), (), True
+        self.speedup = self.int8 = self.half = self.ranges = None
         self.certificate = self.certificate.without(
             "program", "onnx", "openvino", "executorch", "litert"
         )
@@ -91,6 +98,7 @@ class Export(Outcome):
         self,
         path: str | os.PathLike[str],
         *,
+        time: bool = True,
         beside: nn.Module | None = None,
         threads: int = 1,
         opset: int | None = None,
@@ -108,7 +116,10 @@ class Export(Outcome):
 
         Args:
             path: of the file.
-            beside: the gated model, to time a file beside that of the dense network (``times``).
+            time: time the file beside that of the dense network, and say what it is worth
+                (``speedup``). Where that fails, the ``note`` says why.
+            beside: another gated model whose dense network it is timed beside, such as that of the
+                first of several rounds.
             threads: that a call may use when it is timed.
             opset: of the file, from 7 on; before 18 torch's former exporter writes it. None for
                 what torch's exporter takes by itself.
@@ -134,7 +145,8 @@ class Export(Outcome):
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
-        pieces, self.int8, self.half = self._made.pieces, None, None
+        pieces, self._untimed = self._made.pieces, ""
+        self.speedup = self.int8 = self.half = None
         if dtype is not None:
             from l0prune.exporting.onnx import half as half_precision  # loads onnx
 
@@ -145,9 +157,12 @@ class Export(Outcome):
             eight_bits.check_possible(pieces, opset)
         with Unfinished() as files:
             certificate = self._write_proven(files, path, opset, external_data)
-            facts = self._describe(files, certificate, beside, threads, opset)
             file, unfinished = next(iter(files.paths.items()))
-            proven = InFloat32(unfinished, pieces[0], facts, threads)
+            dense: Path | None = None
+            if time:
+                dense = self._time(unfinished, beside, threads, opset, has_int8=int8 is not None)
+            facts = self._describe(files, certificate)
+            proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense)
             if int8 is not None:
                 target, _ = files.begin(eight_bits.path_of(file))
                 self.int8 = eight_bits.write_int8(proven, target, int8, self.ranges, compensate)
@@ -170,33 +185,50 @@ class Export(Outcome):
             certificate = certificate.with_checks(tried_elsewhere(unfinished, piece))
         return certificate
 
-    def _describe(
-        self,
-        files: Unfinished,
-        certificate: Certificate,
-        beside: nn.Module | None,
-        threads: int,
-        opset: int | None,
-    ) -> dict[str, str]:
-        """Write metadata into the files, with times if ``beside`` is given, and return it."""
+    def _time(
+        self, path: Path, beside: nn.Module | None, threads: int, opset: int | None, **facts: Any
+    ) -> Path | None:
+        """Time a file, and return the path of the dense network's; None where that fails."""
+        pieces = self._made.pieces
+        if len(pieces) != 1:
+            self._untimed = "Not timed: the model is in several files, which have no one time."
+            return None
+        if pieces[0].state:
+            self._untimed = "Not timed: the file carries state from one call to the next."
+            return None
+        try:
+            dense, macs = self._dense, (self.macs_before, self.macs)
+            if beside is not None:
+                dense = DenseNetwork(copies_of(holder(beside)[0]))
+                macs = (dense.macs, self.macs)
+            else:
+                dense.check_size()
+            file = dense.file(pieces[0].sizes, opset)
+            known = cut_facts(self.plan, self.kept, self.asked, **facts)
+            self.speedup = measured(path, file, pieces[0], threads, macs, known)
+        except Exception as error:  # of torch, ONNX Runtime or the system: the file itself is right
+            self._untimed = f"Not timed: {in_a_line(error)}"
+            return None
+        return file
+
+    def _describe(self, files: Unfinished, certificate: Certificate) -> dict[str, str]:
+        """Write metadata into the files, with the times if they were taken, and return it."""
         sizes = {"params": self.params, "macs": self.macs, "widths": self.widths}
         facts = self._proof(certificate) | sizes
         if self.source is not None:
             facts["source"] = asdict(self.source)
         if self.preprocessing is not None:
             facts["preprocessing"] = self.preprocessing.model_dump_json()
-        paths, pieces = [*files.paths.values()], self._made.pieces
-        if beside is not None and len(paths) == 1:
-            read, named = pieces[0].read(pieces[0].answers[0].inputs), pieces[0].sizes
-            self.times = times_of(beside, paths[0], read, named, threads, opset)
-            facts["times"] = self.times.to_dict()
+        if self.speedup is not None:
+            facts["times"] = self.speedup.times.to_dict()
+            facts["speedup"] = self.speedup.to_dict()
         texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items()}
-        for each in paths:
+        for each in files.paths.values():
             describe(each, texts)
         return texts
 
     def _warn_of_files(self) -> None:
-        warnings = [self.times.warning] if self.times is not None else []
+        warnings = [self.speedup.warning] if self.speedup is not None else []
         for each in (self.int8, self.half):
             warnings += each.warnings if each is not None else []
         for text in filter(None, warnings):

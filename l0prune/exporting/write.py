@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from l0prune.exporting.certify.certificate import Certificate, Check
 from l0prune.exporting.certify.verify import check_own_dtypes, counted_in
 from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
 from l0prune.exporting.network import Network
+from l0prune.exporting.onnx.times import DenseNetwork
 from l0prune.exporting.own_class.choice import constants, manifest
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.sizes import unread_sizes
@@ -25,7 +25,9 @@ from l0prune.exporting.result import Export
 from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
+from l0prune.files.earlier_cuts import remember, since_the_first
 from l0prune.files.onnx_network import OnnxNetwork, Origin
+from l0prune.gating.bank import Gates
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import BITS
@@ -34,7 +36,11 @@ from l0prune.running.device import device_of
 
 
 def write(
-    network: Network, weights: tuple[Weight, ...], notes: Sequence[str], images: Any
+    network: Network,
+    weights: tuple[Weight, ...],
+    notes: Sequence[str],
+    bank: Gates,
+    dense: DenseNetwork,
 ) -> Export:
     """Make the ``Export`` of a verified network; programs and files are made on demand.
 
@@ -57,7 +63,16 @@ def write(
     unclear = "" if reason else _note_on_old_sizes(network)
     origin = network.plain.origin if isinstance(network.plain, OnnxNetwork) else None
     sizes = {name: network.plain.get_parameter(name).numel() for name in unused}
-    note = note_on(network.comparisons, sizes)
+    note, images = note_on(network.comparisons, sizes), bank.facts.get("preprocessing")
+    cut = {
+        **manifest(network.plain, state, network.changes, network.layers),
+        "constants": apart,
+        "dropped": list(network.dropped),
+        "rebuild": {"verified": not reason, "reason": reason, "training": training},
+    }
+    if not reason:
+        cut = since_the_first(network.plain, cut)
+        remember(network.small, cut)
     return Export(
         module=network.small,
         rebuilt=not reason,
@@ -76,14 +91,11 @@ def write(
         _made=made,
         _note="\n".join(filter(None, (*notes, note, unclear, uncounted))),
         _state=state,
-        _manifest={
-            **manifest(network.plain, state, network.changes, network.layers),
-            "constants": apart,
-            "dropped": list(network.dropped),
-            "rebuild": {"verified": not reason, "reason": reason, "training": training},
-        },
+        _manifest=cut,
         _handed_out=handed_out,
         _unused=frozenset(unused),
+        _dense=dense,
+        asked=bank.asked,
         source=origin,
         preprocessing=None if images is None else Preprocessing.model_validate(images),
     )

@@ -84,7 +84,8 @@ _EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structu
 class GatesContent(Strict):
     """Serialized bank of gates: the plan, the kind of gate and the example inputs as JSON data.
 
-    ``int8`` holds the ranges of training with fake quantization; None without it.
+    ``int8`` holds the ranges of training with fake quantization; None without it. ``asked`` are
+    the budgets that the gates met, as text.
     """
 
     plan: dict[str, Any]
@@ -93,6 +94,7 @@ class GatesContent(Strict):
     example: Any
     free: list[dict[str, str]] = Field(default_factory=list)
     int8: dict[str, Any] | None = None
+    asked: list[str] = Field(default_factory=list)
 
 
 class StructureContent(Strict):
@@ -171,6 +173,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
             example=example,
             free=gates.free.to_json(),
             int8=None if gates.quantizer is None else gates.quantizer.found.to_dict(),
+            asked=list(gates.asked),
         )
     packed = pack(model, path, can_be_built=is_rebuildable(_spec(facts)))
     if packed is not None:
@@ -351,7 +354,7 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
     own, found = gates.temperature, tensors.get(_TEMPERATURE)
     if (None if own is None else own.shape) != (None if found is None else found.shape):
         raise ValueError("a temperature that is not of this kind of gates")
-    gates.fixed = saved.fixed
+    gates.fixed, gates.asked = saved.fixed, tuple(saved.asked)
     return gates
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
-from l0prune.capture.kept_state import restore_attributes
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.threads import muted
+from l0prune.capture.undisturbed import undisturbed
 from l0prune.errors import UsageError, in_a_line
 from l0prune.files.model_sources import parse_input
 
@@ -63,7 +63,7 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
     """
     tried: dict[str, str] = {}
     first: Guess | None = None
-    with evaluating(model), restore_attributes(model), _same_buffers(model), muted():
+    with evaluating(model), undisturbed(model), _same_buffers(model), muted():
         layers = _first_layers(model)
         for found in _candidates(model, layers, sides):
             if found.text in tried:

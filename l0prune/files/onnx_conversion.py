@@ -85,14 +85,47 @@ class _Conversion:
             for name in list(node.input)[1:]:
                 self.kinds_of_readers[name].add(node.op_type)
         self.by_input = {name: node for node in nodes for name in node.input if name}
+        self.transposes = {
+            node.output[0]: node.input[0]
+            for node in nodes
+            if node.op_type == "Transpose"
+            and self._is_matrix(node.input[0])
+            and attributes(node).get("perm", [1, 0]) == [1, 0]
+        }
+        self.readings = self._readings(nodes)
         self.done: set[int] = set()
         for node in nodes:
             if id(node) not in self.done and node.op_type != "Constant":
                 self._convert(node)
+        self.network._steps = self._needed()
         read = {name for step in self.network._steps for name in step.inputs}
         for name in (*self.graph.weights, *self.graph.outputs):
             if name in self.graph.weights and (name in read or name in self.graph.outputs):
                 self._keep(name)
+
+    def _readings(self, nodes: Sequence[onnx.NodeProto]) -> dict[str, set[bool]]:
+        """Return for each array whether nodes read it as it is, transposed by a Linear, or both.
+
+        The latter cannot be one parameter of an ``nn.Linear`` and of what reads it otherwise.
+        """
+        found = defaultdict[str, set[bool]](set)
+        for node in nodes:
+            linear = linear_of(self, node) if node.op_type in ("Gemm", "MatMul") else None
+            for place, name in enumerate(node.input):
+                if node.output[0] in self.transposes:
+                    continue
+                turned = linear is not None and place == 1 and linear[1]
+                found[self.transposes.get(name, name)].add(turned)
+        return found
+
+    def _needed(self) -> list[Step]:
+        """Return the steps without those whose results nobody reads."""
+        wanted, steps = set(self.graph.outputs), list[Step]()
+        for step in reversed(self.network._steps):
+            if not wanted.isdisjoint(step.outputs):
+                steps.append(step)
+                wanted.update(step.inputs)
+        return steps[::-1]
 
     def _convert(self, node: onnx.NodeProto) -> None:
         given = attributes(node)
@@ -140,12 +173,20 @@ class _Conversion:
         for each in module.modules():
             if isinstance(each, _MaxPoolNd) and len(node.output) == 1:
                 each.return_indices = False
+            for leaf, own in list(each._parameters.items()):
+                for name, array in arrays.items():  # a weight that others read, too
+                    if self.readers[name] > 1 and own is not None and own.shape == array.shape:
+                        same = bool((own.detach().numpy() == array).all())
+                        setattr(each, leaf, self.parameter(name) if same else own)
         inside = any(isinstance(each, STANDARD_LAYERS) for each in module.modules())
         takes = (n for n in node.input if not (inside and (n in arrays or not n)))
         return module, tuple(takes)
 
     def _is_array(self, name: str) -> bool:
         return name in self.graph.weights
+
+    def _is_matrix(self, name: str) -> bool:
+        return self._is_array(name) and self.graph.weights[name].ndim == 2
 
     def _home(self, node: onnx.NodeProto, weights: Sequence[str] = ()) -> str:
         """Return the module path for a node, from its weights' names or from its name."""
@@ -215,17 +256,20 @@ class _Conversion:
     def parameter(self, name: str, *, turned: bool = False) -> nn.Parameter:
         """Return the array as a parameter, cached by name; ``turned`` transposes it.
 
-        Vectors are not cached: exporters store equal ones, such as zero biases, under one name.
+        Vectors of one number are not cached: exporters store equal ones, such as the zero biases of
+        several layers, under one name.
         """
         array = self.graph.weights[name]
         made = nn.Parameter(torch.from_numpy(np.array(array.T if turned else array)))
-        return made if array.ndim < 2 else self.parameters.setdefault((name, turned), made)
+        is_shared = array.ndim > 1 or (array != array[:1]).any()
+        return self.parameters.setdefault((name, turned), made) if is_shared else made
 
     def add_layer(
         self, node: onnx.NodeProto, made: nn.Module, arrays: Sequence[str], read: Sequence[str]
     ) -> None:
         """Append a step that calls the layer on the values ``read``, without its arrays."""
-        key = (node.op_type, *node.input[1:], *(a.SerializeToString() for a in node.attribute))
+        how = (each.SerializeToString() for each in node.attribute)
+        key = (node.op_type, *node.input[1:], *arrays, *how)
         if key not in self.layers:
             self.layers[key] = self._place(self._home(node, arrays), made)
         label = f"{node.op_type} ({node.name or node.output[0]})"
@@ -344,20 +388,32 @@ def _filled(
     return True
 
 
+def linear_of(c: _Conversion, node: onnx.NodeProto) -> tuple[str, bool] | None:
+    """Return the matrix of a product with one of the file, and whether nn.Linear has it transposed.
+
+    None for other products.
+    """
+    given, (read, name) = attributes(node), node.input[:2]
+    is_plain = not given.get("transA") and {given.get("alpha", 1.0), given.get("beta", 1.0)} == {1}
+    of = c.transposes.get(name, name)
+    if c._is_array(read) or read in c.transposes or not c._is_matrix(of) or not is_plain:
+        return None
+    turned = (not given.get("transB", 0)) is (of == name)
+    bias = node.input[2] if len(node.input) > 2 else ""
+    outputs = c.graph.weights[of].shape[1 if turned else 0]
+    if bias and (not c._is_array(bias) or c.graph.weights[bias].shape != (outputs,)):
+        return None
+    return of, turned
+
+
 def _linear(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
     """Convert a product with a matrix of the file, and a bias added only to it, to nn.Linear."""
-    read, name = node.input[:2]
-    is_plain = not given.get("transA") and {given.get("alpha", 1.0), given.get("beta", 1.0)} == {1}
-    if c._is_array(read) or not c._is_array(name) or not is_plain:
+    found = linear_of(c, node)
+    if found is None or (found[1] and False in c.readings[found[0]]):
         return False
-    matrix = c.graph.weights[name]
-    if matrix.ndim != 2:
-        return False
-    turned = not given.get("transB", 0)
-    inputs, outputs = matrix.shape if turned else matrix.shape[::-1]
+    (name, turned), read = found, node.input[0]
+    inputs, outputs = c.graph.weights[name].shape[:: -1 if not turned else 1]
     bias = node.input[2] if len(node.input) > 2 else ""
-    if bias and (not c._is_array(bias) or c.graph.weights[bias].shape != (outputs,)):
-        return False
     after = c.bias_after(node, outputs) if node.op_type == "MatMul" else None
     made = nn.Linear(inputs, outputs, bias=bool(bias or after), device="meta")
     made.weight = c.parameter(name, turned=turned)

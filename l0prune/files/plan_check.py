@@ -48,6 +48,10 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     names += [each.owner for each in plan.activations]
     if not all(map(is_count, (width for of in plan.allowed.values() for width in of))):
         raise ValueError("an axis may have a width that is no number of slots")
+    numbers = [n for each in plan.divisors for n in (each.each, each.of_other, each.whole)]
+    if not all(is_count(number) and number for number in numbers):
+        raise ValueError("a divisor that is no number of slots")
+    names += [name for each in plan.divisors for name in (each.axis, each.other)]
     names += [axis.name for axis in plan.axes]
     names += [name for group in (*plan.together, plan.allowed) for name in group]
     if not all(map(str.isprintable, names)):

@@ -16,6 +16,7 @@ from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import read_text, sealed
 from l0prune.files.cut_layers import LAYERS, are_windows, change, put_tensors, tensors_held
+from l0prune.files.earlier_cuts import remember, remembered, since_the_first
 from l0prune.files.given_sizes import GIVEN, PADDED, MixedIn, are_sizes_of_calls, are_whole_sizes
 from l0prune.files.manifest import Manifest, Sizes, built, parsed, settled
 from l0prune.files.pickles import check_exists, load_pickle
@@ -217,12 +218,14 @@ def put_on(
 ) -> None:
     """Resize the model by the manifest and load the tensors, in place.
 
-    ``tensors`` has tied tensors as one object under all names; if None, weights become nan.
+    ``tensors`` has tied tensors as one object under all names; if None, weights become nan. The
+    model may have been cut before, if the manifest is of that cut's result or of all cuts so far.
+
     Raises:
         FileError: something does not fit; the model is then as it was.
     """
     held = tensors_held(model)
-    _check_model(model, manifest, held, where)
+    facts = _check_model(model, manifest, held, where)
     _check_modules(model, manifest, where)
     if tensors is None:
         tensors = {
@@ -241,6 +244,7 @@ def put_on(
     wanted = (*manifest.shapes, *manifest.constants)
     put_tensors(model, {name: (held[name], tensors[name]) for name in wanted})
     change(model, manifest.layers, manifest.attributes, tensors, manifest.dropped)
+    remember(model, facts)
 
 
 def _nothing(old: Tensor) -> float:
@@ -249,9 +253,13 @@ def _nothing(old: Tensor) -> float:
 
 def _check_model(
     model: nn.Module, manifest: Manifest, held: Mapping[str, Tensor], where: str
-) -> None:
-    """Refuse a model whose tensors are not exactly the manifest's, at their old sizes."""
+) -> dict[str, Any]:
+    """Refuse a model whose tensors are not exactly the manifest's, at their old sizes.
+
+    Returns the facts of all cuts that the model will have had.
+    """
     wanted = {**manifest.shapes, **manifest.constants}
+    facts, first = manifest.model_dump(), remembered(model)
     is_new = all(n in held and list(held[n].shape) == sizes.new for n, sizes in wanted.items())
     if is_new and any(sizes.old != sizes.new for sizes in wanted.values()):
         raise FileError(
@@ -261,6 +269,12 @@ def _check_model(
     state = {name for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     gone = {id(held.get(name)) for name in manifest.dropped}
     state -= {name for name, tensor in held.items() if id(tensor) in gone}
+    was = {name: list(tensor.shape) for name, tensor in held.items()}
+    if first is not None and _is_of_first(manifest, first):
+        was |= {name: sizes["old"] for name, sizes in first["shapes"].items()}
+        state -= dict(_picks(manifest)).keys()
+    else:
+        facts = since_the_first(model, facts)
     absent = [name for name in (*wanted, *manifest.dropped) if name not in held]
     absent = absent or sorted(state - wanted.keys())
     if absent and absent[0] in dict(_picks(manifest)):
@@ -274,16 +288,23 @@ def _check_model(
             f"{where} is of another architecture, a {manifest.kind}: {owner} has no {absent[0]}."
         )
     for name, sizes in wanted.items():
-        if list(held[name].shape) != sizes.old:
+        if was[name] != sizes.old:
             raise FileError(
                 f"{where} does not fit a model of these sizes: {name} is "
-                f"{_shown(list(held[name].shape))} in it, and was {_shown(sizes.old)} before the "
+                f"{_shown(was[name])} in it, and was {_shown(sizes.old)} before the "
                 "cut."
             )
         if len(sizes.new) != len(sizes.old) or not all(
             0 <= new <= old for new, old in zip(sizes.new, sizes.old, strict=True)
         ):
             raise FileError(f"{where} is damaged: {name} does not become smaller.")
+    return facts
+
+
+def _is_of_first(manifest: Manifest, first: Mapping[str, Any]) -> bool:
+    """Return whether the manifest is of the sizes that the model had at first, before any cut."""
+    known = {name: sizes.old for name, sizes in manifest.shapes.items()}
+    return all(known.get(name) == sizes["old"] for name, sizes in first["shapes"].items())
 
 
 def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:

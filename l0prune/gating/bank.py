@@ -92,6 +92,8 @@ class Gates(SampledGates):
         quantizer: the fake quantization that a training has put on; None for none.
         facts: properties of the training data, as JSON data, for the files of an export:
             ``preprocessing`` of images.
+        asked: the budgets that the gates met last, or are trained for, as text; empty for gates
+            that something else opened and closed.
     """
 
     made_whole_by: Callable[[], None] | None = None
@@ -109,6 +111,7 @@ class Gates(SampledGates):
         self.example = example
         self.free = free
         self.facts: dict[str, Any] = {}
+        self.asked: tuple[str, ...] = ()
         _alive.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,6 +165,7 @@ class Gates(SampledGates):
                 raise UsageError(f"which slots of {open_!r} are to be open? Give their numbers")
             open_ = with_slots(self.plan, now.cpu(), open_, slots)
         asked_of.pop(self, None)
+        self.asked = ()
         wanted = open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)

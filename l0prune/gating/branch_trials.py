@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from l0prune.capture.capture import CHOOSING
 from l0prune.capture.compat import FakeTensor
 from l0prune.capture.provenance import source_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
 from l0prune.infer.dataflow import joined
-from l0prune.infer.nodes import called, operator_name
+from l0prune.infer.nodes import called, hint, operator_name
 from l0prune.infer.parts import Parts
 from l0prune.infer.registry import is_strict, said, worked_at
 from l0prune.infer.rewrites.literals import Sizes
@@ -37,7 +38,25 @@ class _WrongGraph(Exception):
     """The graph without some branches does not match the plan."""
 
 
-def offered(parts: Parts) -> Parts:
+@dataclass(frozen=True)
+class Failure:
+    """How a trial failed: the operator at which it did, if known, and the error's text."""
+
+    node: Node | None
+    text: str
+
+    def pin(self, where: str, what: str) -> Pin:
+        """Return a pin with the reason: ``what`` failed."""
+        at = f" at operator {called(self.node)}" if self.node is not None else ""
+        return Pin(
+            where,
+            f"{what}{at} when that was tried ({self.text}); please report this",
+            operator_name(self.node.target) if self.node is not None else "",
+            source_of(self.node) if self.node is not None else "",
+        )
+
+
+def without_refused_branches(parts: Parts) -> Parts:
     """Return the parts, with a plan of only those branches that can be removed from the graphs.
 
     Each is tried alone, and all of them together. A failure becomes a pin, with the reason;
@@ -58,7 +77,7 @@ def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
     own = [branch.name for branch in analysis.plan.branches if branch.name in names]
     if not own:
         return
-    trials, found = _Trials(analysis, own), dict[str, Pin | None]()
+    trials, found = Trials(analysis, own), dict[str, Pin | None]()
     for *others, last in _alike(analysis.branches, own):
         found[last] = trials.failed([last])
         for name in others:
@@ -75,7 +94,7 @@ def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
                 yield pin
 
 
-class _Trials:
+class Trials:
     """Trial removals of branches from copies of one captured graph."""
 
     def __init__(self, analysis: Analysis, names: Sequence[str]) -> None:
@@ -94,29 +113,30 @@ class _Trials:
 
     def failed(self, gone: Sequence[str]) -> Pin | None:
         """Return a pin if the last of these branches cannot be removed with the others."""
+        is_open = torch.ones(self.analysis.plan.size, dtype=torch.bool)
+        for axis in self.analysis.plan.axes:
+            is_open[axis.slice] = axis.name not in gone
+        failure = self.failure(is_open, gone)
+        if failure is None:
+            return None
+        also = f" together with {', '.join(gone[:-1])}" if len(gone) > 1 else ""
+        return failure.pin(
+            f"{REFUSED}{gone[-1]}", f"it has no gate of its own, since leaving it out{also} failed"
+        )
+
+    def failure(self, is_open: Tensor, gone: Sequence[str] = ()) -> Failure | None:
+        """Return how a cut of the closed slots, with these branches among them, fails."""
         try:
-            self._try(gone)
+            self._try(is_open, gone)
         except Exception as error:
             if is_strict():
                 raise
-            node = worked_at(error)
-            where = f" at operator {called(node)}" if node is not None else ""
-            also = f" together with {', '.join(gone[:-1])}" if len(gone) > 1 else ""
-            return Pin(
-                f"{REFUSED}{gone[-1]}",
-                f"it has no gate of its own, since leaving it out{also} failed{where} when that "
-                f"was tried ({said(error)}); please report this",
-                operator_name(node.target) if node is not None else "",
-                source_of(node) if node is not None else "",
-            )
+            return Failure(worked_at(error), said(error))
         return None
 
-    def _try(self, gone: Sequence[str]) -> None:
-        """Remove branches, and compare the remaining graph with the plan; raise if they differ."""
+    def _try(self, is_open: Tensor, gone: Sequence[str]) -> None:
+        """Cut slots, and compare the remaining graph with the plan; raise if they differ."""
         plan = self.analysis.plan
-        is_open = torch.ones(plan.size, dtype=torch.bool)
-        for axis in plan.axes:
-            is_open[axis.slice] = axis.name not in gone
         graph = self._copied()
         before = {node: (node.target, node.args, node.kwargs) for node in graph.nodes}
         sizes = rewritten(graph, self.analysis, plan.kept(is_open), dict(self.layouts))
@@ -161,7 +181,7 @@ class _Trials:
         mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
 
         def now(operand: Node) -> Any:
-            return values[operand] if operand in values else operand.meta.get("val")
+            return values[operand] if operand in values else _in_numbers(operand.meta.get("val"))
 
         for node in graph.nodes:
             old = node.meta.get("val")
@@ -176,13 +196,16 @@ class _Trials:
             is_same = is_same and values.keys().isdisjoint(node.all_input_nodes)
             if node.op != "call_function" or is_same:
                 continue
-            args, kwargs = map_arg((node.args, node.kwargs), now)
+            wanted = _shapes(sizes, node)
             with mode, torch.no_grad():
-                value = node.target(*args, **kwargs)
+                args, kwargs = map_arg((node.args, node.kwargs), now)
+                if node.target in CHOOSING and _in_numbers(old) is not old:
+                    value = old.new_empty(wanted)
+                else:
+                    value = node.target(*args, **kwargs)
             found = _shapes_of(value)
             if old is None or found != _shapes_of(old):
                 values[node] = value
-            wanted = _shapes(sizes, node)
             if wanted is not None and found != wanted:
                 raise _WrongGraph(f"it has shape {found} where {wanted} is planned")
 
@@ -201,8 +224,16 @@ def _shapes(sizes: Sizes, node: Node) -> Any:
 def _shapes_of(value: Any) -> Any:
     """Return the shape of a tensor, or those of several; numbers are returned unchanged."""
     if isinstance(value, Tensor):
-        return list(value.shape)
+        return list(map(hint, value.shape))
     return [_shapes_of(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _in_numbers(value: Any) -> Any:
+    """Return a value with numbers for sizes that depend on data; itself without such sizes."""
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    is_fixed = not isinstance(value, Tensor) or all(type(size) is int for size in value.shape)
+    return value if is_fixed else value.new_empty(list(map(hint, value.shape)))
 
 
 def _alike(branches: Branches, names: Sequence[str]) -> list[list[str]]:

@@ -18,8 +18,8 @@ from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating import defaults
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
+from l0prune.gating.axis_trials import offered
 from l0prune.gating.bank import Example, Gates
-from l0prune.gating.branch_trials import offered
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.gating.loadable import loadable
 from l0prune.infer.parts import inferred

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from l0prune.capture.sizes import Inputs
 from l0prune.errors import NothingToPrune, UsageError, warn
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import CostModel
+from l0prune.plan.divisor import Divisor
 from l0prune.plan.layout import Cat, Const, Layout, Prod, Slots, axes_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
@@ -188,23 +190,65 @@ class Loadable:
                 return {first: name, **rest}
         return None
 
-    def widths(self) -> dict[Group, tuple[int, ...]]:
+    def widths(self) -> tuple[dict[Group, tuple[int, ...]], dict[Group, Divisor]]:
         """Return the widths of each group with which the class can be built; large axes in steps.
 
-        If two numbers depend on each other, as code divides one by the other, widths are left out
-        that fail at the smallest or the second largest width of the other group.
+        If the numbers of two groups depend on each other, widths of one are left out that fail at
+        the smallest or the second largest width of the other; unless its number has to divide that
+        of the other, as heads the hidden size. Then it has all that divide one, and a divisor.
         """
         numbers = {g: of for g, of in self._numbers_of_groups().items() if not of <= self.by_layer}
         found = {group: self._buildable(group, numbers[group]) for group in numbers}
         some = [group for group, widths in found.items() if len(widths) < group[1]]
+        divisors: dict[Group, Divisor] = {}
         for group in (group for group in found if group[1] <= _MANY):
-            extremes = [(g, x) for g in some if g != group for x in (found[g][0], found[g][-2:][0])]
-            found[group] = tuple(
-                width
-                for width in found[group]
-                if all(self._builds(numbers, {group: width, g: x}) for g, x in extremes)
-            )
-        return {group: of for group, of in found.items() if len(of) < group[1]}
+            at = {width: {group: width} for width in found[group]}
+            for other in (other for other in some if other != group):
+                of_other = found[other]
+                if group not in divisors and (rule := self._divisor(group, other, numbers, found)):
+                    divisors[group] = rule
+                    for v in reversed(of_other):
+                        for w in rule.among(range(1, group[1]), v):
+                            at.setdefault(w, {group: w, other: v})
+                    continue
+                extremes = (of_other[0], of_other[-2:][0])
+                at = {
+                    width: beside
+                    for width, beside in at.items()
+                    if all(self._builds(numbers, {**beside, other: x}) for x in extremes)
+                }
+            found[group] = tuple(sorted(at))
+        limited = {g: of for g, of in found.items() if len(of) < g[1] or g in divisors}
+        return limited, divisors
+
+    def _divisor(
+        self,
+        group: Group,
+        other: Group,
+        numbers: Mapping[Group, set[Field]],
+        found: Mapping[Group, tuple[int, ...]],
+    ) -> Divisor | None:
+        """Return the rule that a number of the group divides one of the other; None without.
+
+        It has to say with which widths of the group the class can be built, at the other's largest
+        and smallest width and at one between them that lets the group have a new width.
+        """
+        size, whole = group[1], other[1]
+        for name, others in product(sorted(numbers[group]), sorted(numbers[other])):
+            each, of_other = self.fields[name] // size, self.fields[others] // whole
+            axis, beside = (self.plan.axes[first].name for first, *_ in (group, other))
+            rule = Divisor(axis, each, beside, of_other, whole)
+            new = (v for v in found[other] if set(rule.among(range(1, size), v)) - {*found[group]})
+            between = next(new, None)
+            if between is None or rule.among(range(1, size + 1), whole) != found[group]:
+                continue
+            if all(
+                self._builds(numbers, {group: w, other: v}) == bool(rule.among([w], v))
+                for v in (between, found[other][0])
+                for w in range(1, size + 1)
+            ):
+                return rule
+        return None
 
     def _numbers_of_groups(self) -> dict[Group, set[Field]]:
         groups, found = self.groups(), defaultdict(set)
@@ -290,10 +334,12 @@ class Loadable:
         if self.by_layer:
             first = next(branch.name for branch in self.plan.branches)
             return [(name,) for names in named.values() for name in names if name != first]
+        # Tensors that a forward makes are among the plan's, and are no parameters.
+        held = {self.plan.aliases.get(name, name) for name, _ in self.model.named_parameters()}
         return [
             tuple(names)
             for path, names in named.items()
-            if {each for each in self.plan.tensors if each.startswith(f"{path}.")}
+            if {each for each in held if each.startswith(f"{path}.")}
             <= set(dead_parameters(self.plan, names))
         ]
 
@@ -386,10 +432,14 @@ def loadable(
     layers = found.layers()
     kept = {name for names in (*groups.values(), *layers) for name in names}
     if not kept:
-        raise NothingToPrune(f"nothing can be cut that {by} loads by itself: {_reasons(found)}")
-    allowed = {name: of for group, of in found.widths().items() for name in groups[group]}
+        why = _reasons(found) or "a layer goes with all of its branches, and some have no gate"
+        raise NothingToPrune(f"nothing can be cut that {by} loads by itself: {why}")
+    widths, rules = found.widths()
+    allowed = {name: of for group, of in widths.items() for name in groups[group]}
+    divisors = (replace(of, axis=name) for group, of in rules.items() for name in groups[group])
     together = tuple(tuple(names) for names in (*groups.values(), *layers) if len(names) > 1)
     result = replace(plan.select(kept), together=together, allowed=allowed)
+    result = replace(result, divisors=tuple(divisors))
     _warn_of_cost(found, result, by)
     return result
 

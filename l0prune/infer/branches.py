@@ -149,11 +149,11 @@ class _Zeroing:
         return bool(zeros) and zero_at(self._infer, node, states) is True
 
     def _parameter(self, node: Node) -> str | None:
-        """Return the name of a parameter that only the region reads, if it has a dim."""
+        """Return the name of a parameter that only the region reads, where a gate can act."""
         if node.op != "placeholder" or not self._infer.is_parameter(node):
             return None
         name = self._infer.captured.names[node.name]
-        has_dims = bool(self._infer.tensors.get(name))
+        has_dims = bool(self._infer.tensors.get(name)) and name not in self._infer.unreached
         return name if has_dims and self._users[name] <= self._region else None
 
 

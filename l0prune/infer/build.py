@@ -13,17 +13,19 @@ import torch
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
+from l0prune.capture.raw_reads import HANDED_OUT, OF_STATE, raw_reads
 from l0prune.infer.branches import Branches, branches, closing
-from l0prune.infer.dataflow import Ending, activations, folded
+from l0prune.infer.dataflow import Ending, activations, drop_unneeded, folded
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.inference import Inference, Mixed, Place, Read, Write
-from l0prune.infer.nodes import operator_name
+from l0prune.infer.nodes import operator_name, valued
 from l0prune.infer.reasons import Namer, Whole, pins, whole_streams
 from l0prune.infer.registry import explained
 from l0prune.infer.solver import COPIES, Expr, Reason, Var, picks, variables
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch, Needs
+from l0prune.plan.code import Code
 from l0prune.plan.layout import Cat, Const, Pick, Prod
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 
@@ -59,10 +61,22 @@ def analyse(captured: Captured) -> Analysis:
     Raises:
         CaptureError: a pass failed; the text names the operator at which it did.
     """
+    drop_unneeded(captured.graph)
+    handed_out, unreached = (_read_raw(captured, key) for key in (HANDED_OUT, OF_STATE))
+    infer = Inference(captured, handed_out=tuple(handed_out), unreached=unreached)
     take_apart(captured.program)
-    infer = Inference(captured)
     infer.run()
     return analysed(infer)
+
+
+def _read_raw(captured: Captured, key: str) -> dict[str, Node]:
+    """Return the stored tensors whose values are read in the way of a key, each with a reader."""
+    return {
+        captured.names[stored.name]: node
+        for node in captured.graph.nodes
+        for operand, stored in raw_reads(node, key).items()
+        if operand in valued(node)
+    }
 
 
 def analysed(infer: Inference, only: Var | None = None) -> Analysis:
@@ -127,6 +141,7 @@ class Builder:
             wider=tuple(self._wider()),
             activations=tuple(activations(self.infer, self.layout)),
             branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
+            code=Code(handed_out=self.infer.handed_out),
         )
         plan = replace(plan, axes=tuple(self._kept_ones(plan)))
         kept = {axis.name for axis in plan.axes if axis.keeps_one}
@@ -214,6 +229,7 @@ class Builder:
         if not self.reads[var]:
             self._pin(var, "nothing reads it", None)
             return
+        unreached = self.infer.unreached
         places = readers = {read.place: "read" for read in self.reads[var] if read.place}
         weightless = [read for read in self.reads[var] if read.place is None]
         if weightless:
@@ -236,7 +252,12 @@ class Builder:
             for read in weighted:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")
-        self.acting[var] = {place: role for place, role in places.items() if place}
+        acting = {place: role for place, role in places.items() if place}
+        reader = next((unreached[name] for name, _ in acting if name in unreached), None)
+        if reader is not None:
+            self._pin(var, _UNREACHED, reader)
+            return
+        self.acting[var] = acting
 
     def _pin_missed(self, var: Var, zeros: Zeros, missed: Read) -> None:
         """Pin a variable that is not zero where ``missed`` reads it without a weight."""
@@ -267,8 +288,8 @@ class Builder:
             place = read.place
             if place is None or operator_name(read.node.target) != "aten.linear":
                 continue
-            if users[place[0]] != {read.node}:
-                continue  # other users of the weight read its columns, too
+            if users[place[0]] != {read.node} or place[0] in self.infer.unreached:
+                continue  # other users of the weight read its columns, too, or no gate reaches it
             activation = self.infer.dims(read.operands[0])[-1]
             if activation.size > 1 and self._is_worth_a_fine_axis(activation):
                 self.fine[place] = len(self.sizes)
@@ -342,9 +363,10 @@ class Builder:
         Parameters that the eval graph never reads (auxiliary heads) are in no export: not counted.
         """
         costs, captured = [], self.infer.captured
+        counted = captured.parameters.difference(captured.unused)
         needs = self.branches.parameters
         for name in self.infer.tensors:
-            if name in captured.parameters and name not in captured.unused:
+            if name in counted:
                 owner, of = name.rpartition(".")[0], needs[name]
                 costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name, of))
         for work in self.infer.works:
@@ -390,6 +412,12 @@ class Builder:
         weights = [p for p in places if len(self.infer.tensors[p[0]]) > 1]
         numel = [product(d.size for d in self.infer.tensors[name]) for name, _ in weights]
         return max(sum(numel) // var.size, 1)
+
+
+_UNREACHED = (
+    "the forward gets its weight by state_dict(), where no gate reaches it; gates do reach what "
+    "code gets as module.weight or by named_parameters()"
+)
 
 
 def _leaves_out(some: Pick) -> bool:

@@ -17,12 +17,15 @@ from math import prod
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from l0prune.capture.compat import schema_of
 from l0prune.capture.provenance import module_of
 from l0prune.infer.inference import Inference
 from l0prune.infer.nodes import (
     CONCATENATIONS,
     argument,
+    draws,
     hint,
+    is_assertion,
     is_writer,
     may_view,
     operator_name,
@@ -114,7 +117,8 @@ def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
 class Memory:
     """Memory of a captured graph: which values share it, who writes and who reads.
 
-    A view shares the memory of its source, and so does the result of an in-place operator.
+    A view shares the memory of its source, and so does the result of an in-place operator, or of
+    a dropout that is off: the operators' schemas and the example's tensors say so.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -122,6 +126,7 @@ class Memory:
         self._base: dict[Node, Node] = {}
         self._values: dict[Node, list[Node]] = defaultdict(list)  # by base
         self._writers: dict[Node, list[Node]] = defaultdict(list)
+        self._first: dict[Hashable, Node] = {}  # by memory, the base of what lies there
         for node in graph.nodes:
             base = self._base[node] = self._found(node)
             self._values[base].append(node)
@@ -132,7 +137,9 @@ class Memory:
     def _found(self, node: Node) -> Node:
         of = node.args[0] if node.args else None
         is_view = node.op == "call_function" and (node.target is operator.getitem or may_view(node))
-        return self._base[of] if is_view and isinstance(of, Node) else node
+        base = self._base[of] if is_view and isinstance(of, Node) else node
+        keys = [key for key, _ in _tensors(node)]
+        return self._first.setdefault(keys[0], base) if len(keys) == 1 else base
 
     def base(self, node: Node) -> Node:
         """Return the value whose memory the node's value may share; else the node itself."""
@@ -141,6 +148,10 @@ class Memory:
     def writers(self, node: Node) -> list[Node]:
         """Return the nodes that write in place into the memory of the node's value."""
         return self._writers[self._base[node]]
+
+    def writes_before(self, node: Node, reader: Node) -> list[Node]:
+        """Return the writes into the memory of the node's value before ``reader``, in order."""
+        return [w for w in self.writers(node) if self._order[w] < self._order[reader]]
 
     def readers(self, node: Node) -> Iterator[Node]:
         """Yield the node's users; for an in-place write also later readers of that memory."""
@@ -155,8 +166,71 @@ class Memory:
         """Yield the operands of a node, and the earlier writes into their memory."""
         for value in node.all_input_nodes:
             yield value
-            earlier = self._writers[self._base[value]]
-            yield from (each for each in earlier if self._order[each] < self._order[node])
+            yield from self.writes_before(value, node)
+
+
+_OVERWRITES = ("aten.copy_", "aten.fill_", "aten.zero_")
+
+
+def carried(graph: Graph, stored: Collection[Node]) -> list[Node]:
+    """Return those stored tensors that carry values from one call to the next.
+
+    The graph writes into them, and its outputs, or others of them, need what was there before. A
+    tensor that is overwritten as a whole before it is read carries nothing.
+    """
+    memory, found = Memory(graph), list[Node]()
+    end = graph.output_node()
+    pending, seen = [(value, end) for value in end.all_input_nodes], set[tuple[Node, Node]]()
+    while pending:
+        value, reader = pending.pop()
+        if (value, reader) in seen:
+            continue
+        seen.add((value, reader))
+        base, writes = memory.base(value), memory.writes_before(value, reader)
+        whole = [n for n, each in enumerate(writes) if _overwrites(each, base)]
+        for each in writes[whole[-1] if whole else 0 :]:
+            operands = each.all_input_nodes
+            pending += [(o, each) for o in operands if o is not base or not _overwrites(each, base)]
+        if whole:
+            continue
+        pending += [(operand, base) for operand in base.all_input_nodes]
+        if base in stored and memory.writers(base) and base not in found:
+            found.append(base)
+            pending.append((base, end))
+    return found
+
+
+def _overwrites(node: Node, base: Node) -> bool:
+    """Return whether a node overwrites all of a tensor with values from elsewhere."""
+    return node.args[0] is base and operator_name(node.target) in _OVERWRITES
+
+
+def drop_unneeded(graph: Graph) -> None:
+    """Remove the calls whose results and writes no output, buffer or input needs.
+
+    torch's own elimination keeps every write and all operators that may draw random numbers, with
+    attention among them. Here a draw stays where a later one would give other numbers without it.
+    """
+    memory, needed, is_drawn_later = Memory(graph), set[Node](), False
+    for node in reversed(graph.nodes):
+        is_needed = _has_effect(node, memory) or (is_drawn_later and draws(node))
+        if is_needed or not needed.isdisjoint(memory.readers(node)):
+            needed.add(node)
+            is_drawn_later |= draws(node)
+    for node in reversed(graph.nodes):
+        is_told = is_assertion(node) and needed.issuperset(node.all_input_nodes)
+        if node not in needed and not is_told:
+            graph.erase_node(node)
+
+
+def _has_effect(node: Node, memory: Memory) -> bool:
+    """Check for an output, an assertion of values, or a write into more than a computed value."""
+    if not is_writer(node):
+        return bool(node.is_impure(impure_random=False)) and not is_assertion(node)
+    aliases = [each.alias_info for each in schema_of(node.target).arguments]
+    places = [number for number, alias in enumerate(aliases) if alias and alias.is_write]
+    target = written(node) if places == [0] else None
+    return target is None or memory.base(target).op != "call_function"
 
 
 def region(

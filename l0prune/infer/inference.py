@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -32,7 +32,7 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, NotFollowed, Value, failure, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
-from l0prune.infer.solver import Expr, Solver, variables
+from l0prune.infer.solver import COPIES, Expr, Solver, Var, variables
 from l0prune.plan.layout import Const
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
@@ -111,10 +111,13 @@ class Inference:
     """Facts about a captured graph, gathered while rules run over it.
 
     ``values`` holds for each node one expression per dim of its tensor; ``tensors`` the same
-    for each parameter, buffer and constant by its name.
+    for each parameter, buffer and constant by its name; ``unreached`` a reader of each
+    that is read where no gate acts. The forward gets those ``handed_out`` by named_parameters().
     """
 
     captured: Captured
+    handed_out: tuple[str, ...] = ()
+    unreached: Mapping[str, Node] = field(default_factory=dict)
     solver: Solver = field(default_factory=Solver)
     values: dict[Node, Value] = field(default_factory=dict)
     tensors: dict[str, tuple[Expr, ...]] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class Inference:
     # by node and dim of kernels whose other dims are regrouped, the parameter and its dim
     kernels: dict[tuple[Node, int], Place] = field(default_factory=dict)
     failed: dict[Node, str] = field(default_factory=dict)  # reasons of failed zero rules
+    copies_of_results: list[Var] = field(default_factory=list)
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:
@@ -150,6 +154,10 @@ class Inference:
             elif node.op == "output":
                 for operand in node.all_input_nodes:
                     self.pin_all(operand, f"it feeds {self._whose} output")
+        for dim in self.copies_of_results:
+            met = self.solver.resolve(dim)
+            if isinstance(met, Var) and met.copies:
+                met.binding = Const(met.size, COPIES)
 
     @property
     def _whose(self) -> str:

@@ -45,8 +45,13 @@ def operands(node: Node, count: int) -> list[Node]:
 
 
 def valued(node: Node) -> list[Node]:
-    """Return the operands whose values, not only shape or dtype, determine the node's value."""
+    """Return the operands whose values, not only shape or dtype, determine the node's value.
+
+    A size has none, also if it is free: a graph with a free batch has the plan of a fixed one.
+    """
     name = operator_name(node.target).removeprefix("aten.")
+    if name == "sym_size":
+        return []
     if name in ("type_as", "expand_as", "view_as", "reshape_as"):
         return node.all_input_nodes[:1]
     is_shaped = name.startswith("new_") or name.endswith("_like")

@@ -28,6 +28,7 @@ from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import CaptureError, UsageError, first_line
 from l0prune.infer.build import Analysis, analyse
+from l0prune.infer.dataflow import carried
 from l0prune.infer.nodes import called, draws
 from l0prune.infer.own_code import with_code
 from l0prune.infer.registry import explained
@@ -178,6 +179,16 @@ class Parts:
         """The operators that draw random numbers in eval mode, and where they are called."""
         nodes = (node for part in self.found for node in part.analysis.captured.graph.nodes)
         return tuple(dict.fromkeys(called(node) for node in nodes if draws(node)))
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The stored tensors that carry values from one call to the next."""
+        found = []
+        for captured in (part.analysis.captured for part in self.found):
+            nodes = captured.graph.find_nodes(op="placeholder")
+            stored = [node for node in nodes if node.name in captured.names]
+            found += [captured.names[node.name] for node in carried(captured.graph, stored)]
+        return tuple(dict.fromkeys(found))
 
 
 @one_at_a_time()

@@ -91,6 +91,8 @@ class Code:
         reused: sizes without an attribute.
         calls: the calls that are given sizes, in order, those of submodules included.
         standardised: names of the tensors whose mean or norm over their inputs its forward takes.
+        handed_out: names of the tensors that a forward gets by ``named_parameters()`` or
+            ``named_buffers()``, and reads.
     """
 
     sizes: Mapping[str, Layouts] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Code:
     reused: tuple[ReusedSize, ...] = ()
     calls: Mapping[str, tuple[SizedCall, ...]] = field(default_factory=dict)
     standardised: tuple[str, ...] = ()
+    handed_out: tuple[str, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """Return a copy with every layout converted."""
@@ -112,7 +115,14 @@ class Code:
             for r in self.reused
         )
         calls = {path: tuple(c.map(change) for c in each) for path, each in self.calls.items()}
-        return Code(sizes, averages, tuple(queries), tuple(reused), calls, self.standardised)
+        return replace(
+            self,
+            sizes=sizes,
+            averages=averages,
+            queries=tuple(queries),
+            reused=tuple(reused),
+            calls=calls,
+        )
 
     def cut(self, left: Callable[[str, int], Tensor]) -> Code:
         """Return the code's sizes of a cut model; ``left`` masks the kept positions of a dim."""
@@ -130,6 +140,7 @@ class Code:
             (*self.reused, *other.reused),
             {**self.calls, **other.calls},
             (*self.standardised, *other.standardised),
+            (*self.handed_out, *other.handed_out),
         )
 
 

@@ -3,6 +3,7 @@
     macs=0.5                        half of the multiply-accumulates
     params=10k                      ten thousand parameters
     latency=12ms                    twelve milliseconds
+    speed=2                         twice as fast: half of the milliseconds
     macs=50%, params=0.1            both at once
     layer3.*: params=0.3            axes named layer3.…: all that goes through them, to 30 %
     layer3.*: width=0.5             half of the slots of each of these axes
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, nextafter
 
 import torch
@@ -23,14 +24,15 @@ from torch import Tensor
 
 from l0prune.errors import UsageError, warn
 from l0prune.plan.globs import listed, matching
-from l0prune.plan.measures import Measure, Source, kind_of, measure_of
+from l0prune.plan.measures import Latency, Measure, Source, kind_of, measure_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import axes_written, out_of_reach, tensors_of_layers
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
+SPEED = "speed"  # name of budgets in times as fast
 _FEWEST = 10  # least plausible count of a network
 _HELP = (
-    "write macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
+    "write speed=2, macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
     "'layer3.*: width=0.5'"
 )
 
@@ -48,12 +50,14 @@ class Limit:
             some of their slots can take away is counted, and only they are closed for it. ``"*"``
             is the whole network, with the part that no gate can remove.
         suffix: that of the measure's unit, where the amount is written with it.
+        written: the text of a limit that is written in another way, such as ``speed=2``.
     """
 
     measure: str
     amount: float
     glob: str = "*"
     suffix: str = ""
+    written: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         kind = kind_of(self.measure)
@@ -66,6 +70,8 @@ class Limit:
             )
 
     def __str__(self) -> str:
+        if self.written:
+            return self.written
         amount = f"{self.amount:g}" if self.is_share else f"{self.amount:.15g}"
         where = "" if self.glob == "*" else f"{self.glob}: "
         return f"{where}{self.measure}={amount}{self.suffix}"
@@ -152,6 +158,8 @@ def _parse(text: str) -> Limit:
         raise UsageError(f"cannot read {amount.strip()!r} in the budget {text.strip()!r}; {_HELP}")
     name, where = measure.strip(), glob.strip() or "*"
     value, suffix = float(number["value"]), number["suffix"]
+    if name == SPEED:
+        return _times_as_fast(value, suffix, where, text.strip())
     if suffix == "%":
         if value > 100:
             raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
@@ -161,6 +169,21 @@ def _parse(text: str) -> Limit:
     if value == 1 and kind_of(name).each_axis:  # a share: 1 of this amount is one slot
         value = nextafter(1.0, 0.0)
     return Limit(name, value, where)
+
+
+def _times_as_fast(value: float, suffix: str, glob: str, text: str) -> Limit:
+    """Return the limit in milliseconds of a network that is ``value`` times as fast."""
+    if suffix not in ("", "x") or glob != "*":
+        raise UsageError(
+            f"cannot read the budget {text!r}: {SPEED}=2 is twice as fast as the whole network "
+            "that came in; a part of it has a budget such as 'layer3.*: latency=0.5'"
+        )
+    if value <= 1:
+        raise UsageError(
+            f"the budget {text!r} asks for a network that is no faster than the one that came in: "
+            f"{SPEED} is more than 1, and {SPEED}=2 is twice as fast"
+        )
+    return Limit(Latency.name, 1 / value, written=f"{SPEED}={value:g}")
 
 
 def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:
@@ -306,7 +329,7 @@ def warn_of_little(plan: Plan, wanted: Sequence[Bound]) -> None:
         warn(
             f"the budget {bound.limit} leaves almost nothing: with an equal share of each axis "
             f"{listed(little, most=3)}. A tenth of the slots of each would be "
-            f"{replace(bound.limit, amount=float(f'{tenth:.2g}'), suffix='')}"
+            f"{replace(bound.limit, amount=float(f'{tenth:.2g}'), suffix='', written='')}"
         )
 
 

@@ -17,6 +17,7 @@ from l0prune.errors import UsageError
 from l0prune.plan.activations import Activation
 from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.code import Code
+from l0prune.plan.divisor import Divisor
 from l0prune.plan.layout import (
     Cat,
     Const,
@@ -189,6 +190,7 @@ class Plan:
             keep equally many.
         allowed: by the name of an axis the numbers of slots that it may keep, ascending; any number
             for an axis without an entry.
+        divisors: further limits of ``allowed`` axes, by the widths of others.
         code: the sizes that the code of the modules depends on.
         activations: the values that the captured graph computes.
         branches: the parts that can get a switch, one gate for the whole part.
@@ -209,6 +211,7 @@ class Plan:
     branches: tuple[Branch, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
     allowed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    divisors: tuple[Divisor, ...] = ()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
         """Return the plan itself, which is immutable; models are copied at every cut."""
@@ -329,19 +332,28 @@ class Plan:
                 sizes[group, self.axes[number].size].append(number)
         return tuple(tuple(of) for of in sizes.values() if len(of) > 1)
 
-    def least_allowed(self, number: int, count: int) -> int:
-        """Return the smallest allowed width of an axis that is at least ``count``."""
+    @cached_property
+    def limited(self) -> tuple[int, ...]:
+        """Numbers of the axes with ``allowed`` widths, those that divide others last."""
+        last = {each.axis for each in self.divisors}
+        names = sorted(self.allowed.keys() & {*self.names}, key=lambda name: (name in last, name))
+        return tuple(map(self.names.index, names))
+
+    def least_allowed(self, number: int, kept: Tensor) -> int:
+        """Return the smallest allowed width of an axis that is at least its width in ``kept``."""
         axis = self.axes[number]
-        widths = self.allowed.get(axis.name, ())
+        count, widths = int(kept[axis.slice].sum()), self.allowed[axis.name]
+        for each in (each for each in self.divisors if each.axis == axis.name):
+            others = (int(kept[o.slice].sum()) for o in self.axes if o.name == each.other)
+            widths = each.among(widths, next(others, each.whole))
         return min((width for width in widths if width >= count), default=count) if count else 0
 
     def _align(self, kept: Tensor) -> None:
         """Keep closed slots until all of ``allowed``, ``together`` and ``alike`` hold; in place."""
         while True:
             before = kept.clone()
-            for number, axis in enumerate(self.axes if self.allowed else ()):
-                least = self.least_allowed(number, int(kept[axis.slice].sum()))
-                self._open_first(kept, number, least)
+            for number in self.limited:
+                self._open_first(kept, number, self.least_allowed(number, kept))
             for numbers in self.equally_wide:
                 widest = max(int(kept[self.axes[number].slice].sum()) for number in numbers)
                 for number in numbers:

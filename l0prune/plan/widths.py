@@ -154,7 +154,7 @@ def _reason(plan: Plan, number: int, count: int) -> str:
     """Explain why an axis cannot have ``count`` slots."""
     if count > plan.axes[number].size:
         return "it has no more"
-    if plan.axes[number].name in plan.allowed:
+    if number in plan.limited:
         return "it may have no other width near that one"
     for numbers in plan.equally_wide:
         if number in numbers:

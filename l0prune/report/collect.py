@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.weights import weights_of
 from l0prune.errors import FileError, UsageError
-from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.speedup import Speedup
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of, holder
@@ -84,7 +84,7 @@ def from_export(small: Export, first: Export | None = None) -> Content:
             params=Pair(before=first.params_before, after=small.params),
             macs=Pair(before=first.macs_before, after=small.macs),
             bytes=Pair(before=before, after=size) if size else None,
-            time=None if times is None else _time(times),
+            time=None if small.speedup is None else _time(small.speedup),
         ),
         certificate=[Comparison(**check) for check in small.certificate.to_dict()],
         notes="\n".join(filter(None, (small.note, *_notes_on_others(small)))),
@@ -263,7 +263,8 @@ def file_facts(path: Path) -> StoredFile:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _time(times: Times) -> Time:
+def _time(speedup: Speedup) -> Time:
+    times = speedup.times
     return Time(
         before=times.before,
         after=times.after,
@@ -272,6 +273,10 @@ def _time(times: Times) -> Time:
         batch=times.batch,
         runtime=times.runtime,
         processor=times.processor,
+        asked=list(speedup.asked),
+        ideal=speedup.ideal,
+        losses=[str(loss) for loss in speedup.losses],
+        advice=list(speedup.advice),
     )
 
 

@@ -44,6 +44,10 @@ class Time(Pair):
         threads: threads that a call may use.
         batch: examples in a call.
         runtime, processor: setting of the timings.
+        asked: the budgets that the gates met, as text.
+        ideal: the speedup by MACs; null if unknown.
+        losses: the layers that lose most, in words, where it is less than 0.8 of the ideal.
+        advice: what can help then.
     """
 
     before: float
@@ -52,6 +56,10 @@ class Time(Pair):
     batch: int
     runtime: str
     processor: str
+    asked: list[str] = Field(default_factory=list)
+    ideal: float | None = None
+    losses: list[str] = Field(default_factory=list)
+    advice: list[str] = Field(default_factory=list)
 
     @property
     def is_undecided(self) -> bool:
@@ -128,6 +136,7 @@ class Comparison(Section):
     inputs: list[list[int]] = Field(default_factory=list)
     outputs: dict[str, float] = Field(default_factory=dict)
     against: str = "gated"
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:

@@ -13,7 +13,9 @@ from typing import Any, Unpack
 from torch import nn
 
 from l0prune.errors import L0pruneError, warn
+from l0prune.plan.targets import TARGET
 from l0prune.report.report import HTML, Report, of_trainings, trainings_in
+from l0prune.timing.measure import known_table
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
 from l0prune.training.history import History
@@ -96,11 +98,14 @@ def finetune(
             any other error it is as it was found.
     """
 
-    table = settings.get("latency")
-    latency = table if isinstance(table, LatencyTable) else None
+    def report_on(history: History) -> Report:
+        table = settings.get("latency") or known_table(model, settings.get("target", TARGET))
+        latency = table if isinstance(table, LatencyTable) else None
+        return Report.of(history=history, model=model, latency=latency)
+
     return _train_with_page(
         lambda: run.finetune(model, data, **settings),
-        lambda history: Report.of(history=history, model=model, latency=latency),
+        report_on,
         type(model).__name__,
         settings.get("out") if report else None,
     )

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.copying import copied
+from l0prune.capture.copying import copied, copied_around
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.export import export
 from l0prune.exporting.outcome import Step
 from l0prune.exporting.result import Export
+from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.device import device_of, on_device
+from l0prune.running.inputs import inputs_for
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.selection.compensate import (
     BATCH_SIZE,
     SAMPLES,
     Calibration,
-    Fidelity,
     calibration,
-    fidelity,
     inputs_of,
 )
 from l0prune.selection.division import Division
-from l0prune.selection.fit import check_request, fit_and_compensate
-from l0prune.timing.measure import measure
-from l0prune.timing.table import LatencyTable
+from l0prune.selection.fidelity import Classes, Fidelity, fidelity
+from l0prune.selection.fit import check_request, fit_and_compensate, table_if_needed
+from l0prune.selection.fitting import Widths
 from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
 
@@ -41,6 +43,10 @@ _RATE = 1e-4  # learning rate of recovery: the usual 1e-3 would leave the nearby
 _UNDONE = (
     "the training on the network's own answers ended farther from them on inputs that were held "
     "out, so it was undone: give more inputs (samples), or fewer epochs"
+)
+_WORSE = (
+    "{}. Give a larger budget, more inputs (samples), or epochs of training on the network's own "
+    "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
 _TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
@@ -53,11 +59,15 @@ def shrink(
     *,
     tolerance: float | str | None = None,
     recover: int = 0,
+    round_to: Widths = "auto",
+    target: str = TARGET,
     latency: Source | None = None,
     samples: int = SAMPLES,
     batch_size: int = BATCH_SIZE,
     device: str | torch.device = "auto",
     seed: int = 0,
+    class_dim: int | None = None,
+    allow_worse_than_mean: bool = False,
     **gating: Any,
 ) -> Export:
     """Return a smaller network that computes nearly what a network does, from some of its inputs.
@@ -68,21 +78,28 @@ def shrink(
 
     Args:
         model: any network that ``gate`` takes. It stays as it is.
-        inputs: a tensor or a mapping of examples, or what ``finetune`` takes.
+        inputs: a tensor of examples, a mapping or tuple of the forward's arguments, batches of
+            such, or what ``finetune`` takes.
         budget: what may be left, as for ``fit``: ``"macs=0.5"``, ``"latency=0.5"``.
         tolerance: in place of a budget: the smallest network of which ``"1%"`` or 0.01 of held-out
             examples get another class, or of the outputs' variance is error without classes.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
+        round_to, target: see ``fit``.
         latency: a table of times for a budget in latency; one is measured where none is given.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
         seed: of the choice of inputs.
+        class_dim: the dim of the outputs that holds the scores of classes, as -1; by default what
+            labels, probabilities or the output's name say, of two or four dims dim 1.
+        allow_worse_than_mean: return a network, too, whose outputs are farther from the original's
+            than their mean is.
         **gating: as for ``gate``. Without ``branches`` whole layers stay.
 
     Raises:
-        UsageError: neither budget nor tolerance is given, or both; or it cannot be met.
+        UsageError: neither budget nor tolerance is given, or both; or it cannot be met; or the
+            network is worse than the mean of the original's outputs.
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
@@ -90,48 +107,61 @@ def shrink(
     if (budget is None) == (tolerance is None):
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     allowed = None if tolerance is None else tolerance_of(tolerance)
-    work = copied(model)
+    work, inputs = copied(model), inputs_for(model, inputs)
+    model = copied_around(model)  # a forward may write into its module
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
+    widths: Any = {"round_to": round_to, "target": check_target(target)}
     if budget is not None:
-        latency = measure(work) if latency is None and _is_about_time(budget) else latency
-        asked: Any = {"round_to": "auto", "latency": latency, "kinds": ()}
-        check_request(work, budget, **asked, scored=True, data=False)
+        latency = table_if_needed(work, limits(budget), latency, target)
+        widths["latency"] = latency
+        check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
-    with calibration(work, inputs, samples, batch_size, device, seed) as found:
+    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed)
+            curve, before = _smallest(found, division, allowed, widths)
         else:
-            before = fit_and_compensate(found, budget, division, latency=latency)[1].after
-        judged, place = found.judged, device_of(found.root)
+            before = fit_and_compensate(found, budget, division, **widths)[1].after
+        judge = _Judge(found.judged, found.classes, device_of(found.root))
     if recover:
-        task = with_pseudo_labels(inputs, model, device=device, held_out=judged)
+        task = with_pseudo_labels(inputs, model, device=device, held_out=judge.batches)
         compensated = snapshot(work)
         run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
-        if _nearness(model, work, judged, place).error > before.error:
+        after = judge.nearness(model, work)
+        if after.error > before.error:
             put_back(work, compensated)
             warn(_UNDONE)
+        else:
+            before = after
+    if budget is not None and before.is_useless and not allow_worse_than_mean:
+        raise UsageError(_WORSE.format(before.uselessness))
+    if allowed is not None:
+        gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
-    result.fidelity, result.curve = _nearness(model, result.module, judged, place), tuple(curve)
+    result.fidelity = judge.nearness(model, copied_around(result.module))
+    result.curve = tuple(curve)
     return result
 
 
-def _nearness(
-    model: nn.Module, other: nn.Module, judged: list[Any], place: torch.device
-) -> Fidelity:
-    """Return the fidelity of another network's outputs to a model's, on a device."""
-    with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
-        return fidelity(model, other, judged)
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """What the nearness of two networks is measured by."""
 
+    batches: list[Any]
+    classes: Classes
+    place: torch.device
 
-def _is_about_time(budget: LimitsLike) -> bool:
-    return any(limit.measure == LatencyTable.name for limit in limits(budget))
+    def nearness(self, model: nn.Module, other: nn.Module) -> Fidelity:
+        """Return the fidelity of another network's outputs to a model's, on the device."""
+        place = self.place
+        with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
+            return fidelity(model, other, self.batches, self.classes.dim_of)
 
 
 def _smallest(
-    found: Calibration, division: Division, allowed: float
+    found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
@@ -146,13 +176,15 @@ def _smallest(
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = fit_and_compensate(found, f"macs={share:.4f}", division)[1].after
+            after = fit_and_compensate(found, f"macs={share:.4f}", division, **widths)[1].after
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
         steps.append(Step(share, after))
         far = (
-            after.error if not found.has_classes or after.agreement is None else 1 - after.agreement
+            after.error
+            if not found.classes.are_known or after.agreement is None
+            else 1 - after.agreement
         )
         if far <= allowed:
             high = math.log(share)

@@ -21,7 +21,8 @@ from l0prune.capture.copying import inside
 from l0prune.capture.sizes import ALL_FIXED, free_sizes
 from l0prune.capture.weights import Weight, weights_of
 from l0prune.exporting.preview import why_no_class
-from l0prune.gating.branch_trials import REFUSED, offered
+from l0prune.gating.axis_trials import offered
+from l0prune.gating.branch_trials import REFUSED
 from l0prune.infer.parts import inferred
 from l0prune.infer.reasons import Whole
 from l0prune.plan.branch import Branch
@@ -30,8 +31,10 @@ from l0prune.plan.globs import listed
 from l0prune.plan.layout import axes_of
 from l0prune.plan.measures import measure_of
 from l0prune.plan.plan import Axis, Pin, Plan
+from l0prune.plan.targets import TARGET
 from l0prune.report.layers import UNUSED, Layer, Side, layers_of
 from l0prune.running.environment import as_html
+from l0prune.selection.fitting import times_on
 
 T = TypeVar("T")
 
@@ -214,6 +217,7 @@ class Survey:
         weights: the weights that the layers were found by.
         whole: the streams between layers of which nothing can be cut, though each weight on one
             may be cut on its other side; those with the most parameters first.
+        state: buffers that carry values from one call to the next.
     """
 
     plan: Plan
@@ -225,6 +229,7 @@ class Survey:
     no_class: str | None = None
     weights: tuple[Weight, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = ()
+    state: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -303,6 +308,7 @@ class Survey:
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
             "draws": list(self.draws),
+            "state": list(self.state),
             "fixed_sizes": dict(self.fixed),
             "own_class": None if self.no_class is None else not self.no_class,
             "no_class": self.no_class,
@@ -361,6 +367,12 @@ class Survey:
                 "axis that a draw is as wide as stays whole, and no ONNX file can be made, since "
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
+        if self.state:
+            yield Text(
+                f"The model keeps {listed(list(self.state), 4)} from one call to the next: its "
+                "ONNX file has that as last inputs and outputs. Files in 8 or 16 bits, .pte and "
+                ".tflite will be refused, unless the forward takes and returns it."
+            )
         yield from map(Text, self.fixed.values())
         if self.no_class:
             yield Text(
@@ -369,6 +381,9 @@ class Survey:
             )
         elif self.plan.code.reused:
             yield Text(self._on_class())
+        times = times_on(TARGET)
+        if max(blocks := times.blocks(self.plan), default=1) > 1:
+            yield Text(f"By default a cut leaves {times.describe(blocks)}.")
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def _on_class(self) -> str:
@@ -446,6 +461,7 @@ def survey(
         no_class,
         weights,
         whole,
+        parts.state,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +42,7 @@ from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
 from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
 from l0prune.running.device import choose_device, on_device, precision
+from l0prune.running.inputs import inputs_for
 from l0prune.running.task import Source, Task, batch_length, is_split
 
 
@@ -75,7 +76,8 @@ def with_pseudo_labels(
         DataError: there is nothing to learn from.
         UsageError: the network returns something else than a tensor.
     """
-    task = Task.of(_batched(data))
+    data = list(data) if isinstance(data, Iterator) else data  # all answers are kept, too
+    task = Task.of(_batched(inputs_for(network, data)))
     if task.loss in (AUTO, NEXT_TOKEN):
         task = Task.of(task, loss="mse")
     if task.metric == PERPLEXITY:  # needs tokens as targets, which are replaced

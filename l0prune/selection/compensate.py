@@ -8,9 +8,10 @@ also corrects errors of the layers before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,43 +28,27 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
 from l0prune.plan.numbers import check_whole
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import class_dim, is_classification
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
+from l0prune.running.inputs import inputs_for
 from l0prune.running.stages import stage
 from l0prune.running.task import Task, batch_length, is_split
 from l0prune.selection.division import PROBES, Division
-from l0prune.selection.lockstep import real_places
+from l0prune.selection.fidelity import (
+    Classes,
+    Fidelity,
+    answers_of,
+    classes_of,
+    divergence,
+    fidelity,
+    relative_error,
+)
 from l0prune.selection.repair import Tandem
-from l0prune.selection.score_input import output_tensor
 
 _FEWEST, _ENOUGH = 3, 8  # batches: required, and wanted where their size can be chosen
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
-_NOTHING = 1e-30  # instead of a variance of zero
-_PART = 1 << 22  # elements of outputs that are compared at a time
 _JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """Nearness of a network's outputs to those of the network that it was cut from.
-
-    Attributes:
-        error: the mean square of the difference over the variance of the original's outputs.
-        agreement: the part of the inputs (of their places, in a dense task) whose largest output is
-            the same; None where outputs are single numbers.
-    """
-
-    error: float
-    agreement: float | None
-
-    def __str__(self) -> str:
-        """Return both as text."""
-        error = f"error of {self.error:.2%} of the outputs' variance"
-        if self.agreement is None:
-            return error
-        return f"the largest output is the same for {self.agreement:.1%}, {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +66,11 @@ class Compensation:
     after: Fidelity
     layers: dict[str, float]
 
+    def warn_if_useless(self) -> None:
+        """Warn of a network whose outputs are no nearer than their mean."""
+        if self.after.is_useless:
+            warn(f"{self.after.uselessness}. Give a larger budget, or more inputs (samples)")
+
 
 def compensate(
     model: nn.Module,
@@ -90,6 +80,7 @@ def compensate(
     batch_size: int = BATCH_SIZE,
     device: str | torch.device = "auto",
     seed: int = 0,
+    class_dim: int | None = None,
 ) -> Compensation:
     """Refit the remaining weights, in place, so that the cut network computes as before the cut.
 
@@ -103,6 +94,7 @@ def compensate(
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
         seed: of the choice of examples.
+        class_dim: see ``shrink``.
 
     Returns:
         The gain, on held-out inputs.
@@ -111,8 +103,10 @@ def compensate(
         NotGated: the model carries no gates.
         DataError: there are too few inputs, or they do not fit the model.
     """
-    with calibration(model, inputs, samples, batch_size, device, seed) as found:
-        return found.compensate()
+    with calibration(model, inputs, samples, batch_size, device, seed, class_dim) as found:
+        result = found.compensate()
+        result.warn_if_useless()
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +118,35 @@ class Calibration:
         gates: its bank.
         used: batches of inputs that weights are fitted to.
         judged: held-out batches that measure the gain.
-        has_classes: outputs are scores of classes.
+        classes: which dim of the outputs holds classes.
     """
 
     root: nn.Module
     gates: Gates
     used: list[Any]
     judged: list[Any]
-    has_classes: bool
+    classes: Classes
 
     def compensate(self) -> Compensation:
         """Refit the remaining weights, in place; see ``compensate``."""
         root, gates = self.root, self.gates
         with bypass(root), stage("compensating"):
             cut = cut_copy(root, gates)
-            before = fidelity(root, cut, self.judged)
+            before = self.fidelity(root, cut, self.judged)
             tandem = Tandem(root, cut, gates.plan, gates.plan.kept(gates.open()))
             layers = tandem.run(self.used)
-            after = fidelity(root, cut, self.judged)
-            seen = fidelity(root, cut, self.used[: len(self.judged)])
+            after = self.fidelity(root, cut, self.judged)
+            seen = self.fidelity(root, cut, self.used[: len(self.judged)])
         self._warn(tandem, seen.error, after.error)
         if after.error < before.error:
             _write_back(root, cut, gates)
         else:
             after, layers = before, {}
         return Compensation(before, after, layers)
+
+    def fidelity(self, dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
+        """Return how close a network's outputs are to another's; both in eval mode."""
+        return fidelity(dense, other, batches, self.classes.dim_of)
 
     def _warn(self, tandem: Tandem, seen: float, after: float) -> None:
         if tandem.few:
@@ -168,17 +166,18 @@ class Calibration:
     def division(self) -> Division:
         """Measure how a cut of each axis alone changes the outputs; see ``division``."""
         with bypass(self.root), stage("looking at each layer cut alone"):
-            judge = divergence if self.has_classes else relative_error
-            return Division(self.root, self.gates.plan, self.used, self.judged_by(), judge)
+            judge = divergence if self.classes.are_scores else relative_error
+            by = partial(judge, classes=self.classes.dim_of)
+            return Division(self.root, self.gates.plan, self.used, self.judged_by(), by)
 
     def judged_by(self) -> list[Any]:
         """Return batches, or a part of one, with about ``PROBES`` outputs."""
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
-            found, dim = _answers(call(self.root, first), first)
+            found, dim = answers_of(call(self.root, first), first, self.classes.dim_of)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
-        needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
+        needed = max(1, math.ceil(PROBES / places)) if self.classes.are_scores else PROBES
         if needed < length:
             return [Batch(first, None).head(needed).inputs]
         return self.used[: math.ceil(needed / length)]
@@ -192,6 +191,7 @@ def calibration(
     batch_size: int = BATCH_SIZE,
     device: str | torch.device = "auto",
     seed: int = 0,
+    class_dim: int | None = None,
 ) -> Iterator[Calibration]:
     """Yield a gated model on its device, in eval mode, with batches of inputs.
 
@@ -205,7 +205,8 @@ def calibration(
     gates.make_whole()
     place = choose_device(device, root)
     with on_device(root, place), evaluating(root):
-        pairs = list(inputs_of(inputs, samples, batch_size, place, seed))
+        given = inputs_for(root, inputs)
+        pairs = list(inputs_of(given, samples, batch_size, place, seed))
         if len(pairs) < _FEWEST:
             raise DataError(
                 f"compensation wants {_FEWEST} batches of inputs or more: some to fit the weights, "
@@ -218,9 +219,9 @@ def calibration(
             bypass(root),
             explain_mismatch([Batch(*pairs[0])], "model and inputs"),
         ):
-            has_classes = are_classes(call(root, batches[0]), targets)
+            classes = classes_of(call(root, batches[0]), targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
-        yield Calibration(root, gates, used, batches[::_JUDGED], has_classes)
+        yield Calibration(root, gates, used, batches[::_JUDGED], classes)
 
 
 def inputs_of(
@@ -242,6 +243,9 @@ def inputs_of(
         found = ((_rows(given, index, place), None) for index in order)
     else:
         task = Task.of(given)
+        if isinstance(task.train, Tensor) or _is_example(task.train):
+            yield from inputs_of(task.train, samples, batch_size, place, seed)
+            return
         if is_split(task.train):
             batch_size = _size(batch_size, min(len(task.train), samples))
         feed = Feed(task, batch_size, seed, augment=False)
@@ -293,114 +297,6 @@ def _check_finite(batch: Any) -> None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
             raise DataError("the inputs hold numbers that are not finite (NaN or infinite)")
-
-
-def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
-    """Return how close a network's outputs are to another's; both in eval mode."""
-    apart, alike, count = _Apart(), 0.0, 0
-    with torch.no_grad():
-        for batch in batches:
-            wanted, dim = _answers(call(dense, batch), batch)
-            found, _ = _answers(call(other, batch), batch)
-            for mine, theirs in _parts(dim, found, wanted):
-                apart.add(mine, theirs, dim)
-                if dim is not None:
-                    same = theirs.argmax(dim) == mine.argmax(dim)
-                    alike, count = alike + float(same.sum()), count + same.numel()
-    return Fidelity(apart.share(), alike / count if count else None)
-
-
-def are_classes(outputs: Any, targets: Any) -> bool:
-    """Return whether outputs are scores of classes: by the targets, or since they are logits."""
-    if class_dim(outputs) is None:
-        return False
-    return is_classification(outputs, targets) or not isinstance(outputs, Tensor)
-
-
-def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
-    """Return a function from outputs to the mean KL(wanted‖found) of class scores, in nats.
-
-    It is Σ p log p − Σ p·found + log Σ exp found, with p the softmax of the wanted scores.
-    """
-    scores, found_dim = _answers(wanted, batch)
-    dim = found_dim or 1
-    p = scores.float().softmax(dim)
-    own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
-    count = p.numel() / p.shape[dim]
-
-    def judge(outputs: Any) -> float:
-        error = own
-        for found, part in _parts(dim, _answers(outputs, batch)[0], p):
-            found = found.float()
-            error += _total(found.logsumexp(dim)) - _total(part * found)
-        return max(0.0, error / count)
-
-    return judge
-
-
-def _parts(dim: int | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield small parts of tensors of one shape, whole along ``dim``."""
-    size, at = max((size, at) for at, size in enumerate(tensors[0].shape) if at != dim)
-    step = max(1, _PART * size // max(1, tensors[0].numel()))
-    return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
-
-
-def _total(values: Tensor) -> float:
-    return float(values.sum(dtype=torch.float64))
-
-
-def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
-    """Return a function from outputs to their squared error over the wanted ones' variance."""
-    theirs, dim = _answers(wanted, batch)
-
-    def judge(outputs: Any) -> float:
-        apart = _Apart()
-        apart.add(_answers(outputs, batch)[0], theirs, dim)
-        return apart.share()
-
-    return judge
-
-
-class _Apart:
-    """Squared error of outputs over the variance of the wanted outputs, streamed.
-
-    The variance is about the mean of each class, or channel, over examples and places.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.error, self.squares = 0, 0.0, 0.0
-        self.total = torch.zeros(())
-
-    def add(self, found: Tensor, wanted: Tensor, dim: int | None) -> None:
-        """Count a batch; ``dim`` is that of the classes, or None."""
-        at = dim or min(1, wanted.dim() - 1)
-        others = [other for other in range(wanted.dim()) if other != at or not at]
-        self.count += wanted.numel() // (wanted.shape[at] if at else 1)
-        self.total = self.total + wanted.sum(others, dtype=torch.float64)
-        self.error += _square(found - wanted)
-        self.squares += _square(wanted)
-
-    def share(self) -> float:
-        """Return the mean square of the error over the variance; of one example over its square."""
-        mean = float(self.total.square().sum()) / max(self.count, 1)
-        scale = self.squares - mean if self.count > 1 else self.squares
-        return self.error / max(scale, _NOTHING)
-
-
-def _square(values: Tensor) -> float:
-    """Return the sum of squares."""
-    return float(torch.linalg.vector_norm(values.flatten(), dtype=torch.float64)) ** 2
-
-
-def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
-    """Return outputs for a batch as one tensor, and its dim of classes.
-
-    Of sequences with padding: the other places alone, all in one dim.
-    """
-    found, real = torch.atleast_1d(output_tensor(outputs)), real_places(batch)
-    if real is None or found.shape[:2] != real.shape:
-        return found, class_dim(outputs)
-    return found[real], None if class_dim(outputs) is None else 1
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:

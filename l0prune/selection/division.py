@@ -33,14 +33,14 @@ from l0prune.selection.least_squares import Moments
 from l0prune.selection.lockstep import (
     OTHER_WAYS,
     Read,
-    Reader,
+    View,
     Weights,
     along_reads,
     forwards,
     places_of,
-    survey_of,
 )
 from l0prune.selection.matrices import by_channel
+from l0prune.selection.uses import uses_of
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
 _LARGEST = 2304  # most features for a full covariance
@@ -176,32 +176,28 @@ class _Input:
     scale: float
 
     @classmethod
-    def of(cls, reads: Sequence[Read], places: int, *, has_bias: bool) -> _Input:
-        """Return the reader with the moments of the inputs of some calls."""
-        moments = Moments()
-        for number, read in enumerate(reads):
-            for wanted in read.row_blocks(_ROWS // len(reads), number, places):
-                x = by_channel(read.product.inputs(read.args, wanted), places)
-                moments.add(x, x[..., :0])
+    def of(cls, read: Read, moments: Moments, places: int, *, has_bias: bool) -> _Input:
+        """Return the reader from a call of it and the moments of the inputs of all calls."""
         covariance, _, _ = moments.about(mean=has_bias)
         covariance = covariance.cpu()
-        weight = reads[0].product.matrix(reads[0].weight).double().cpu()
+        weight = read.product.matrix(read.weight).double().cpu()
         weight = weight.unflatten(1, (-1, places)).flatten(2)
         scale = float((covariance @ weight * weight).sum().clamp(min=1e-30))
         diagonal = covariance.diagonal(dim1=1, dim2=2)
         diagonal.add_(_DAMPING * torch.where(diagonal > 0, diagonal, 1.0))
         mean = (moments.x / moments.count).cpu() * has_bias
-        return cls(reads[0], places, torch.linalg.inv(covariance), mean, weight, scale)
+        return cls(read, places, torch.linalg.inv(covariance), mean, weight, scale)
 
     def instead(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the matrix and the constant for ``Read.run_with`` from a changed weight."""
         moved = (self.mean[:, :, None] * (self.weight - weight)).sum(1)
         moved = moved.unflatten(1, (self.places, -1)).sum(1)
-        bias = self.read.bias
-        if bias is not None:
-            moved = moved + bias.double().cpu().reshape(len(moved), -1)
-        matrix = weight.unflatten(2, (self.places, -1)).flatten(1, 2)
-        return matrix, moved if bias is not None or bool(self.mean.any()) else None
+        matrix, bias = weight.unflatten(2, (self.places, -1)).flatten(1, 2), self.read.bias
+        if bias is None:
+            return matrix, moved if bool(self.mean.any()) else None
+        if bias.numel() != moved.numel():  # a tensor that is added to all rows at once
+            return matrix, None
+        return matrix, moved + bias.double().cpu().reshape(moved.shape)
 
 
 Judge = Callable[[Any, Any], Callable[[Any], float]]
@@ -229,13 +225,13 @@ class _Probe:
                     self.products.append(read.run().clone())
             self._judge = division.judge(forward.output, batch)
 
-    def error(self, changed: Mapping[str, tuple[Tensor, Tensor | None]]) -> float:
+    def error(self, changed: Mapping[View, tuple[Tensor, Tensor | None]]) -> float:
         """Return the error of the outputs with other weights; see ``Read.run_with``."""
         known = iter(self.products)
         with forwards(self._division.model, [self._batch], self._division.weights) as (forward,):
             while (read := forward.advance()) is not None:
-                if read.name in changed:
-                    read.run_with(*changed[read.name])
+                if read.view in changed:
+                    read.run_with(*changed[read.view])
                     known = iter(())
                 elif (product := next(known, None)) is not None:
                     read.out = product.clone()  # later operators may write into it
@@ -264,60 +260,73 @@ class Division:
         self.model, self.plan, self.batches = model, plan, batches
         self.weights = Weights(model)
         self.judge = judge
-        self.readers = {
-            name: reader
-            for name, reader in survey_of(model, batches[0]).readers.items()
-            if reader.calls == 1
-        }
+        self.readers = uses_of(model, batches[0]).readers
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
         self.probes = [_Probe(self, batch, _KEPT // len(probes)) for batch in probes]
         self.curves = self._curves()
 
     def _curves(self) -> list[Curve]:
         """Compute all curves in one pass of the dense network, each at its last reader."""
-        read_by: dict[int, list[str]] = {}
-        for name in self.readers:
-            for axis in self._axes(name):
-                read_by.setdefault(axis, []).append(name)
-        curves, held = [], dict[str, _Input]()
+        read_by: dict[int, list[View]] = {}
+        for view in self.readers:
+            for axis in self._axes(view):
+                read_by.setdefault(axis, []).append(view)
+        curves, held = [], dict[View, _Input]()
+        moments, unseen = dict[View, Moments](), {v: r.calls for v, r in self.readers.items()}
         with forwards(self.model, self.batches, self.weights) as running:
             while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
                 for read in reads:
                     read.run()
-                name = reads[0].name
-                of_name = [axis for axis, names in read_by.items() if name in names]
-                if not of_name:
+                view = reads[0].view
+                of_view = [axis for axis, views in read_by.items() if view in views]
+                if not of_view:
                     continue
-                if any(read.name != name for read in reads):
-                    raise UsageError(OTHER_WAYS.format(name))
-                held[name] = self._input(self.readers[name], reads)
-                for axis in of_name:
+                if any(read.view != view for read in reads):
+                    raise UsageError(OTHER_WAYS.format(view.name))
+                places = self._count(moments.setdefault(view, Moments()), reads)
+                unseen[view] -= 1
+                if unseen[view]:
+                    continue
+                has_bias = self.readers[view].has_bias
+                held[view] = _Input.of(reads[0], moments.pop(view), places, has_bias=has_bias)
+                for axis in of_view:
                     if all(each in held for each in read_by[axis]):
                         needed = {each: held[each] for each in read_by.pop(axis)}
                         curves.append(self._curve(axis, needed))
-                left = {each for names in read_by.values() for each in names}
+                left = {each for views in read_by.values() for each in views}
                 held = {each: found for each, found in held.items() if each in left}
         return curves
 
-    def _axes(self, name: str) -> set[int]:
-        name = self.plan.aliases.get(name, name)
+    def _axes(self, view: View) -> list[int]:
+        """Return the axes that the features of a product are slots of."""
+        name = self.plan.aliases.get(view.name, view.name)
         pairs = zip(self.plan.tensors.get(name, ()), self.plan.roles.get(name, ()), strict=False)
-        return {axis for layout, role in pairs if role == "read" for axis in axes_of(layout)}
+        axes = {axis for layout, role in pairs if role == "read" for axis in axes_of(layout)}
+        return [axis for axis in sorted(axes) if not self._is_of_outputs(axis, view)]
 
-    def _input(self, reader: Reader, reads: Sequence[Read]) -> _Input:
-        matrix = reads[0].product.matrix(reads[0].weight)
-        rows = sum(read.rows for read in reads)
-        features, places = matrix.shape[1], 1
-        if features > _LARGEST or rows < 2 * features:
-            slots = torch.stack([self._slots(n, reads[0], 1) for n in self._axes(reader.name)])
+    def _is_of_outputs(self, axis: int, view: View) -> bool:
+        """Return whether the outputs of a product, and not its features, are slots of an axis."""
+        slots = self._slots_in(axis, view)[0]
+        return len(slots[:, 0].unique()) == 1 < len(slots[0].unique())
+
+    def _count(self, moments: Moments, reads: Sequence[Read]) -> int:
+        """Add the inputs of one call, in all batches; return the places of ``_Input``."""
+        view, features = reads[0].view, reads[0].product.matrix(reads[0].weight).shape[1]
+        reader, places = self.readers[view], 1
+        if features > _LARGEST or len(reads) * reader.rows < 2 * features:
+            slots = torch.stack([self._slots(axis, view, 1) for axis in self._axes(view)])
             places = places_of(reads[0], slots)
-        return _Input.of(reads, places, has_bias=bool(reader.bias) or reader.norm is not None)
+        for number, read in enumerate(reads):
+            for wanted in read.row_blocks(_ROWS // len(reads) // reader.calls, number, places):
+                x = by_channel(read.product.inputs(read.args, wanted), places)
+                moments.add(x, x[..., :0])
+        return places
 
-    def _curve(self, number: int, readers: dict[str, _Input]) -> Curve:
+    def _curve(self, number: int, readers: dict[View, _Input]) -> Curve:
         axis = self.plan.axes[number]
         states = {
-            name: _State(found, self._slots(number, found.read, found.places))
-            for name, found in readers.items()
+            view: _State(found, self._slots(number, view, found.places))
+            for view, found in readers.items()
         }
         curve, left = Curve(number), torch.ones(axis.size, dtype=torch.bool)
         error = 0.0
@@ -326,9 +335,10 @@ class Division:
         while int(left.sum()) > 1:
             errors = torch.stack([state.errors(axis.size) for state in states.values()]).sum(0)
             if errors[left].isnan().any():
+                names = listed(list(dict.fromkeys(view.name for view in readers)), most=3)
                 raise DataError(
                     f"what the slots of {axis.name} are worth cannot be computed: the weights of "
-                    f"{listed([*readers], most=3)}, or what they read, hold NaN or infinite numbers"
+                    f"{names}, or what they read, hold NaN or infinite numbers"
                 )
             errors[~left] = torch.inf
             most = max(1, int(int(left.sum()) * _ROUND))
@@ -344,12 +354,16 @@ class Division:
                 curve.outputs[len(curve.order)] = self._error(states, readers)
         return curve
 
-    def _slots(self, number: int, read: Read, places: int) -> Tensor:
-        """Return for each feature of a reader its slot of an axis, or −1."""
+    def _slots(self, number: int, view: View, places: int) -> Tensor:
+        """Return for each feature of a product its slot of an axis, or −1."""
+        return self._slots_in(number, view)[0, ::places, 0].cpu()
+
+    def _slots_in(self, number: int, view: View) -> Tensor:
+        """Return the slots of an axis for each element of a product's matrix; −1 for none."""
         axis = self.plan.axes[number]
-        name = self.plan.aliases.get(read.name, read.name)
+        name = self.plan.aliases.get(view.name, view.name)
         roles, dims = self.plan.roles[name], self.plan.tensors[name]
-        tensor = self.weights.tensors[read.name]
+        tensor = self.weights.tensors[view.name]
         slots = torch.full((), -1)
         for dim, (layout, role) in enumerate(zip(dims, roles, strict=True)):
             if role != "read" or number not in axes_of(layout):
@@ -358,11 +372,11 @@ class Division:
             mine = (table >= axis.start) & (table < axis.start + axis.size)
             found = torch.where(mine, table - axis.start, -1).max(0).values
             slots = along(tensor, found, dim)
-        return along_reads(slots, read, tensor)[0, ::places, 0].cpu()
+        return along_reads(slots, view, self.readers[view].matrix, tensor)
 
-    def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
+    def _error(self, states: dict[View, _State], readers: dict[View, _Input]) -> float:
         """Return the error of the outputs with the present weights of these readers."""
-        changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
+        changed = {view: readers[view].instead(state.whole()) for view, state in states.items()}
         return sum(probe.error(changed) for probe in self.probes) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:

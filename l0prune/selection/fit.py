@@ -14,25 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
-from l0prune.plan.limits import Bound, LimitsLike, bounds, limits, warn_of_little
-from l0prune.plan.measures import Measure, Source
+from l0prune.plan.limits import Bound, Limit, LimitsLike, bounds, limits, warn_of_little
+from l0prune.plan.measures import Latency, Measure, Source
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of, without_idle
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.batches import usual_batch_size
+from l0prune.running.processes import run_on_first
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
 from l0prune.selection.compensate import Calibration, Compensation, calibration
 from l0prune.selection.correction import corrected, observations, observed
 from l0prune.selection.division import Division
-from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
+from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of, times_on
 from l0prune.selection.oneshot import OneShot
 from l0prune.selection.score_input import ScoreInput
 from l0prune.selection.scores import score
+from l0prune.selection.time_ranking import ranked_by_time
 
 _UNLEARNED = (
     "the gates that this budget moves have not learned, so slots are ranked by the score "
@@ -52,6 +56,7 @@ def fit(
     scores: Tensor | None = None,
     *,
     round_to: Widths = "auto",
+    target: str = TARGET,
     fill: bool = True,
     latency: Source | None = None,
     kinds: str | Sequence[str] = (),
@@ -66,14 +71,17 @@ def fit(
 
     Args:
         model: a gated model.
-        budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
+        budget: such as ``"speed=2"``, ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several; None to round widths only.
         scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
             gates' own log α; of gates that have not learned yet, the score ``"magnitude"``.
         round_to: open slots of an axis (but heads, groups, single inputs) come in multiples of
-            this, or all of them. ``"auto"`` takes what the measures of the budget like.
+            this, or all of them. ``"auto"`` takes blocks that the target computes fastest, or those
+            of a measure of the budget that has its own; 1 takes any widths.
+        target: the runtime that the result is for, by its name in ``measure``.
         fill: open more where the budget leaves room.
-        latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
+        latency: a table of times, for a budget in latency, or for the widths of ``round_to``; for
+            the former one is made on the target where none is given.
         kinds: of the axes whose gates move; by default all, with scores all but branches.
         data: as for ``finetune``: branches go, too, so many that the loss is least half way.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
@@ -90,11 +98,13 @@ def fit(
     """
     gates = gates_of(model)
     gates.make_whole()
+    latency = table_if_needed(model, () if budget is None else limits(budget), latency, target)
     wanted = _wanted(gates.plan, budget, latency)
     if compensate:
         options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
-        blocks_for(gates.plan, wanted, round_to, latency)
-        return _compensated(model, data, budget, round_to=round_to, **options)
+        options |= {"round_to": round_to, "target": target}
+        blocks_for(gates.plan, wanted, round_to, latency, target=target)
+        return _compensated(model, data, budget, **options)
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
@@ -104,7 +114,7 @@ def fit(
     worth = gates.log_alpha.detach() if scores is None else scores
     _check_scores(worth, gates.plan.size)
     asked = asked or (() if scores is None else _scored(gates.plan))
-    blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
+    blocks = partial(blocks_for, gates.plan, wanted, round_to, latency, target=target)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
     if data is not None:
@@ -115,6 +125,14 @@ def fit(
     if by_magnitude:
         warn(_UNLEARNED)
     with stage("fitting to the budget"):
+        if scores is not None and round_to == "auto" and latency is None:
+            start = open_
+
+            def choose(by: Tensor) -> Tensor:
+                fitting = Fitting(gates.plan, by, wanted, in_blocks, movable)
+                return fitting.choose(start, fill=fill).open_
+
+            worth = ranked_by_time(gates.plan, times_on(target), wanted, worth.cpu(), choose)
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
 
 
@@ -124,7 +142,9 @@ def _compensated(
     """Run ``fit`` with compensation, and return the export's amounts."""
     with calibration(model, _needed(data)) as found:
         division = found.division() if options["scores"] is None and budget is not None else None
-        return fit_and_compensate(found, budget, division, **options)[0]
+        counts, gain = fit_and_compensate(found, budget, division, **options)
+        gain.warn_if_useless()
+        return counts
 
 
 def fit_and_compensate(
@@ -134,6 +154,7 @@ def fit_and_compensate(
     *,
     scores: Tensor | None = None,
     round_to: Widths = "auto",
+    target: str = TARGET,
     latency: Source | None = None,
     **options: Any,
 ) -> tuple[dict[str, float], Compensation]:
@@ -145,8 +166,10 @@ def fit_and_compensate(
     if division is not None:
         plan = found.gates.plan
         wanted = _wanted(plan, budget, latency)
-        scores = division.scores_for(wanted, blocks_for(plan, wanted, round_to, latency))
-    counts = fit(found.root, budget, scores, round_to=round_to, latency=latency, **options)
+        blocks = blocks_for(plan, wanted, round_to, latency, target=target)
+        scores = division.scores_for(wanted, blocks)
+    options |= {"round_to": round_to, "target": target, "latency": latency}
+    counts = fit(found.root, budget, scores, **options)
     return counts, found.compensate()
 
 
@@ -161,6 +184,7 @@ def check_request(
     budget: LimitsLike | None,
     *,
     round_to: Widths,
+    target: str,
     latency: Source | None,
     kinds: Sequence[str],
     scored: bool,
@@ -175,7 +199,7 @@ def check_request(
     wanted = _wanted(gates.plan, budget, latency)
     asked = kinds or (_scored(gates.plan) if scored else ())
     movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
-    blocks_for(gates.plan, wanted, round_to, latency, movable)
+    blocks_for(gates.plan, wanted, round_to, latency, movable, target)
     warn_of_little(gates.plan, wanted)
 
 
@@ -235,10 +259,12 @@ def blocks_for(
     round_to: Widths,
     latency: Source | None,
     movable: Movable | None = None,
+    target: str = TARGET,
 ) -> list[int]:
     """Return for each axis how many slots open and close together, by the options of ``fit``.
 
-    Blocks of measures (``"auto"``) are halved until the limits can be met with them.
+    With ``"auto"`` an axis whose width a limit gives in slots has any width, and blocks are halved
+    until the limits can be met with them.
 
     Raises:
         UsageError: ``round_to`` makes no sense, or the table is of another network; or the limits
@@ -248,7 +274,10 @@ def blocks_for(
     measures: dict[str, Measure] = {bound.measure.name: bound.measure for bound in wanted}
     if latency is not None and latency.name not in measures:
         measures[latency.name] = latency.of(plan)
-    blocks = blocks_of(plan, round_to, measures.values())
+    blocks = blocks_of(plan, round_to, measures.values(), target)
+    if round_to == "auto":
+        given = _given_widths(wanted)
+        blocks = [1 if number in given else block for number, block in enumerate(blocks)]
     if movable is not None:
         of_axes = zip(plan.axes, blocks, strict=True)
         blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
@@ -262,6 +291,25 @@ def blocks_for(
             return tried
         refusals.append(_refusal(*missed, max(tried, default=1)))
     raise refusals[0]
+
+
+def table_if_needed(
+    model: nn.Module, wanted: Sequence[Limit], latency: Source | None, target: str
+) -> Source | None:
+    """Return the table of times for budgets in latency; on the target one is made if none is given.
+
+    In all processes it is that of the first one.
+    """
+    if latency is not None or all(limit.measure != Latency.name for limit in wanted):
+        return latency
+    found: Source = run_on_first(lambda: provided("latency_table")(model, check_target(target)))
+    return found
+
+
+def _given_widths(wanted: Sequence[Bound]) -> frozenset[int]:
+    """Return the axes, by number, that are limited to a number of slots and not to a share."""
+    numbers = (b.through for b in wanted if b.measure.each_axis and not b.limit.is_share)
+    return frozenset().union(*(of for of in numbers if of is not None))
 
 
 def unmet(
@@ -330,6 +378,7 @@ def meet(
     try:
         choice, tried = corrected(fitting, start, observe, fill=fill)
         put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+        gates.asked = tuple(str(bound.limit) for bound in wanted)
     except BaseException:
         restore()
         raise

@@ -15,13 +15,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
-from l0prune.plan.layout import Gated, axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import BITS, Plan
+from l0prune.plan.targets import TARGET, check_target
+from l0prune.plan.width_times import WidthTimes, have_widths
+from l0prune.running.processes import run_on_first
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002
@@ -305,9 +308,8 @@ class Fitting:
             if block > 1:
                 count = int(open_[self._plan.axes[number].slice].sum())
                 self._open_best(result, number, block * ceil(count / block))
-        for number in range(len(self._blocks) if self._plan.allowed else 0):
-            count = int(result[self._plan.axes[number].slice].sum())
-            self._open_best(result, number, self._plan.least_allowed(number, count))
+        for number in self._plan.limited:
+            self._open_best(result, number, self._plan.least_allowed(number, result))
         for numbers in self._plan.equally_wide:
             slices = {number: self._plan.axes[number].slice for number in numbers}
             counts = {number: int(result[of].sum()) for number, of in slices.items()}
@@ -371,43 +373,35 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 
 Widths = int | Literal["auto"]
-"""Widths are multiples of this; ``"auto"``: of the blocks of the measures in use."""
+"""Widths are multiples of this; ``"auto"``: of the blocks of the measures, or of the target."""
 
 
-def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list[int]:
+def times_on(target: str) -> WidthTimes:
+    """Return the times over widths on a target, in all processes those of the first one.
+
+    Raises:
+        UsageError: no runtime has this name.
+    """
+    found: WidthTimes = run_on_first(lambda: provided("width_times")(check_target(target)))
+    return found
+
+
+def blocks_of(
+    plan: Plan, round_to: Widths, measures: Iterable[Measure], target: str = TARGET
+) -> list[int]:
     """For each axis, the number of slots that open and close together.
 
     A number is for all axes but heads, groups, and single inputs of a layer that are cut beside
-    whole maps. With ``"auto"`` it is the least common multiple over the measures.
+    whole maps. With ``"auto"`` it is the least common multiple over the measures that have blocks
+    of their own; where none has, what the target is fast at.
 
     Raises:
-        UsageError: ``round_to`` is neither.
+        UsageError: ``round_to`` is neither, or there is no such target.
     """
     if round_to == "auto":
         wanted = [found for measure in measures if (found := measure.blocks()) is not None]
-        return [lcm(*each) for each in zip(*wanted, strict=True)] or [1] * len(plan.axes)
+        if not wanted:
+            return times_on(target).blocks(plan)
+        return [lcm(*each) for each in zip(*wanted, strict=True)]
     check_whole("round_to", round_to)
     return [round_to if has_widths else 1 for has_widths in have_widths(plan)]
-
-
-def have_widths(plan: Plan) -> list[bool]:
-    """Return for each axis whether its number of slots is a width of some tensor.
-
-    It is none for heads, groups, branches and bits, and for single inputs that are cut beside whole
-    maps.
-    """
-    fine = beside_maps(plan)
-    return [
-        axis.kind not in ("head", "group", KIND, BITS) and number not in fine
-        for number, axis in enumerate(plan.axes)
-    ]
-
-
-def beside_maps(plan: Plan) -> set[int]:
-    """Return the axes, by number, of single inputs of a layer that are cut beside whole maps."""
-    return {
-        axis
-        for site in plan.sites
-        if isinstance(site.layout, Gated)
-        for axis in axes_of(site.layout.fine)
-    }

@@ -12,16 +12,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
-from weakref import ReferenceType, ref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import OpOverload, TorchDispatchMode, below_autograd, schema_of
+from l0prune.capture.compat import OpOverload, TorchDispatchMode, below_autograd
 from l0prune.files.artifact import named_tensors
 from l0prune.running.batches import call
 from l0prune.selection.matrices import Product, product_of
@@ -30,10 +29,24 @@ OTHER_WAYS = (
     "the network's forward takes other ways for other inputs (where one reads {0}, another reads "
     "something else), and so cannot be compensated: fit without compensate, and train afterwards"
 )
-
-
-_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _BLOCK = 1 << 22  # elements that are copied at a time
+
+
+class View(NamedTuple):
+    """Elements of a parameter, and their places in the matrix that they are read as.
+
+    Attributes:
+        name: of the parameter.
+        begin: distance of the first element from the parameter's first.
+        shape, strides: of what the operator reads.
+        form: of the product; see ``Product``.
+    """
+
+    name: str
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    form: tuple[Any, ...] = ()
 
 
 class Weights:
@@ -47,6 +60,16 @@ class Weights:
         """Return the name of the tensor that a value is a view of; None for other values."""
         return self._names.get(_memory(value)) if isinstance(value, Tensor) else None
 
+    def view(self, value: Any, form: tuple[Any, ...] = ()) -> View | None:
+        """Return which elements of which tensor a value is a view of; None for other values."""
+        name = self.name(value)
+        if name is None:
+            return None
+        begin = value.storage_offset() - self.tensors[name].storage_offset()
+        pairs = zip(value.shape, value.stride(), strict=True)
+        strides = tuple(stride if size > 1 else 0 for size, stride in pairs)
+        return View(name, begin, tuple(value.shape), strides, form)
+
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
@@ -57,7 +80,7 @@ class Read:
     """A weight that a forward is about to multiply with.
 
     Attributes:
-        name: of the weight.
+        view: the elements of the weight that it reads.
         operator: the operator that multiplies.
         args: its arguments.
         product: how the arguments are multiplied, as matrices.
@@ -66,13 +89,18 @@ class Read:
         stream: the tensor that the result is going to be added to, where that is known.
     """
 
-    name: str
+    view: View
     operator: OpOverload
     args: tuple[Any, ...]
     product: Product
     real: Tensor | None = None
     out: Tensor | None = None
     stream: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the weight."""
+        return self.view.name
 
     @property
     def weight(self) -> Tensor:
@@ -123,6 +151,15 @@ class Read:
             self.out = self.operator(*self.args)
         return self.out
 
+    @property
+    def without_bias(self) -> Tensor:
+        """The result without the bias."""
+        out, bias = self.run(), self.bias
+        if bias is None:
+            return out
+        is_convolution = self.operator == torch.ops.aten.convolution.default
+        return out - (bias.view(-1, *[1] * (out.dim() - 2)) if is_convolution else bias)
+
     def run_with(self, matrix: Tensor, shift: Tensor | None) -> None:
         """Compute the result with another weight, and a constant instead of the bias.
 
@@ -157,7 +194,7 @@ class Forward:
         batch: its inputs.
         weights: of the model.
         note: is called with each other operator, its arguments and its result.
-        readers: uses of the weights, by name; see ``Survey``.
+        readers: uses of the weights; see ``readers``.
 
     Attributes:
         output: what the model returned, at the end.
@@ -169,10 +206,10 @@ class Forward:
         batch: Any,
         weights: Weights,
         note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
-        readers: Mapping[str, Reader] = MappingProxyType({}),
+        readers: Mapping[View, Reader] = MappingProxyType({}),
     ) -> None:
         self.output: Any = None
-        self._readers = {n: r for n, r in readers.items() if r.stream and r.calls == 1}
+        self._readers = {v: r for v, r in readers.items() if r.stream and r.calls == 1}
         self._uses = Counter(reader.stream for reader in self._readers.values())
         self._streams: dict[int, Tensor] = {}
         self._count = 0
@@ -234,17 +271,19 @@ class Forward:
         if self._is_abandoned:
             raise _Abandoned
         self._count = number = self._count + 1
-        product = product_of(operator, args, lambda value: self._weights.name(value) is not None)
+        known = self._weights.name
+        # Keywords are factors of the product and of what is added to it.
+        product = None if kwargs else product_of(operator, args, lambda x: known(x) is not None)
         if product is None:
             result = self._asked(partial(operator, *args, **kwargs))
             if number in self._uses:
                 self._streams[number] = result
             self._note(operator, args, result)
             return result
-        name = self._weights.name(args[product.weight])
-        assert name is not None
-        read = self._read = Read(name, operator, args, product, self._real)
-        if (reader := self._readers.get(name)) is not None:
+        view = self._weights.view(args[product.weight], product.form)
+        assert view is not None
+        read = self._read = Read(view, operator, args, product, self._real)
+        if (reader := self._readers.get(view)) is not None:
             read.stream = self._stream(reader.stream)
         self._asked(None)
         if read.out is None:
@@ -315,17 +354,20 @@ def real_places(batch: Any) -> Tensor | None:
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
-def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
+def along_reads(
+    values: Tensor, view: View, matrix: Callable[[Tensor], Tensor], whole: Tensor
+) -> Tensor:
     """Rearrange values for each element of a parameter as in the matrix that is read.
+
+    Args:
+        matrix: see ``Product``.
 
     Shape: (groups, features, outputs).
     """
     lies = torch.empty_strided(
         whole.shape, whole.stride(), dtype=values.dtype, device=whole.device
     ).copy_(values.to(whole.device).expand(whole.shape))
-    weight = read.weight
-    begin = weight.storage_offset() - whole.storage_offset()
-    return read.product.matrix(lies.as_strided(weight.shape, weight.stride(), begin))
+    return matrix(lies.as_strided(view.shape, view.strides, view.begin))
 
 
 def places_of(read: Read, labels: Tensor) -> int:
@@ -346,113 +388,34 @@ def places_of(read: Read, labels: Tensor) -> int:
 
 @dataclass(slots=True)
 class Reader:
-    """A weight that forwards multiply with.
+    """Products of one forward that read the same elements of a weight as the same matrix.
 
     Attributes:
         name: of the weight.
+        matrix: see ``Product``.
         calls: how often one forward multiplies with it.
-        bias: name of the bias that the product adds; empty where there is none.
+        rows: number of rows that it multiplies in one forward, of all calls together.
+        bias: elements of the bias that all of these products add and no others; None where there
+            is none.
         stream: the number of the operator whose result is added to the product; 0 where no such
             result of the same shape is known.
-        norm: names of the weight, bias, mean and variance of the BatchNorm that alone reads the
-            result, each empty where there is none; None without such a norm.
+        norm: names of the weight, bias, mean and variance of the BatchNorm that reads all of these
+            products and no others, each empty where there is none; None without such a norm.
+        added: elements of the vector that is added to all of these products and no others; or None.
+        is_alone: no other products read some of its elements.
     """
 
     name: str
+    matrix: Callable[[Tensor], Tensor]
     calls: int = 0
-    bias: str = ""
+    rows: int = 0
+    bias: View | None = None
     stream: int = 0
     norm: tuple[str, ...] | None = None
+    added: View | None = None
+    is_alone: bool = True
 
-
-@dataclass
-class Survey:
-    """Uses of the weights in one forward.
-
-    Attributes:
-        readers: the weights that are used in products only, by name.
-        norms: each BatchNorm, by the names of its tensors.
-        used: names of tensors that operators other than products read.
-        last: the latest view of the last product's result, and the name of its weight.
-        made: by id, the results of operators, and the operators' numbers.
-    """
-
-    weights: Weights
-    readers: dict[str, Reader] = field(default_factory=dict)
-    norms: set[tuple[str, ...]] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
-    last: tuple[Tensor, str] | None = None
-    made: dict[int, tuple[ReferenceType[Tensor], int]] = field(default_factory=dict)
-    count: int = 0
-
-    def note(self, operator: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """Record an operator that multiplies with no weight."""
-        self.count += 1
-        if isinstance(result, Tensor):
-            self.made[id(result)] = ref(result), self.count
-        norm = norm_of(operator, args, self.weights)
-        if norm is not None:
-            self.norms.add(norm)
-        is_seen_otherwise = _is_view(operator) or operator == torch.ops.aten._unsafe_view.default
-        if self.last is not None and any(arg is self.last[0] for arg in args):
-            last, of = self.last
-            if norm is not None and args[0] is last:
-                self.readers[of].norm = norm
-            if operator in _SUMS:
-                self.readers[of].stream = self._number(args[args[0] is last], last)
-            if is_seen_otherwise:
-                self.last = result, of
-        if norm is None and not is_seen_otherwise:
-            self.used |= {name for arg in args if (name := self.weights.name(arg)) is not None}
-
-    def _number(self, value: Any, like: Tensor) -> int:
-        """Return the number of the operator that returned a tensor of this shape, else 0."""
-        made, number = self.made.get(id(value), (None, 0))
-        is_it = made is not None and made() is value
-        return number if is_it and value.shape == like.shape else 0
-
-    def read(self, read: Read) -> None:
-        """Record a product with a weight."""
-        reader = self.readers.setdefault(read.name, Reader(read.name))
-        reader.calls += 1
-        reader.bias = self.weights.name(read.bias) or ""
-        if reader.bias and read.bias is not None and read.bias.numel() != _size(self, reader.bias):
-            reader.bias = ""  # a view of a part: the weight is read in parts, too
-        self.count += 1
-        self.last = read.run(), read.name
-        self.made[id(read.out)] = ref(self.last[0]), self.count
-
-
-def _size(survey: Survey, name: str) -> int:
-    return survey.weights.tensors[name].numel()
-
-
-def norm_of(
-    operator: OpOverload, args: tuple[Any, ...], weights: Weights
-) -> tuple[str, ...] | None:
-    """Return the names of a BatchNorm's weight, bias, mean and variance.
-
-    None for another operator, or a norm without running statistics.
-    """
-    if "batch_norm" not in operator.name() or len(args) < 5:
-        return None
-    names = tuple(weights.name(arg) or "" for arg in args[1:5])
-    return names if names[2] and names[3] else None
-
-
-def _is_view(operator: OpOverload) -> bool:
-    """Return whether the result is a view of an argument."""
-    aliased = [
-        arg.alias_info for arg in schema_of(operator).arguments if arg.alias_info is not None
-    ]
-    return bool(aliased) and not any(info.is_write for info in aliased)
-
-
-def survey_of(model: nn.Module, batch: Any) -> Survey:
-    """Return the uses of a model's weights in the forward of a batch; the model in eval mode."""
-    survey = Survey(Weights(model))
-    with forwards(model, [batch], survey.weights, note=survey.note) as (forward,):
-        while (read := forward.advance()) is not None:
-            survey.read(read)
-    survey.readers = {n: r for n, r in survey.readers.items() if n not in survey.used}
-    return survey
+    @property
+    def has_bias(self) -> bool:
+        """Return whether a constant can be added to the product."""
+        return any(each is not None for each in (self.bias, self.added, self.norm))

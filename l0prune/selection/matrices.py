@@ -30,6 +30,7 @@ class Product:
         outputs: function from the result, and the rows, to out.
         matrix: function from the weight, or a tensor of its shape, to W.
         unmatrix: the inverse of ``matrix``.
+        form: equal for products that make the same matrix of the same weight.
     """
 
     weight: int
@@ -38,6 +39,7 @@ class Product:
     outputs: Callable[[Tensor, Tensor | None], Tensor]
     matrix: Callable[[Tensor], Tensor]
     unmatrix: Callable[[Tensor], Tensor]
+    form: tuple[Any, ...]
 
 
 _FIRST = {  # position of the first factor among the arguments
@@ -93,6 +95,7 @@ def _matmul(at: int, *, is_left: bool) -> Product:
         outputs=rows,
         matrix=grouped,
         unmatrix=unmatrix,
+        form=("matmul", is_left),
     )
 
 
@@ -130,7 +133,7 @@ def _convolution(args: Sequence[Any]) -> Product:
         split = matrix.mT.unflatten(2, (-1, *kernel)).flatten(0, 1)
         return split
 
-    return Product(1, 2, inputs, outputs, matrix, unmatrix)
+    return Product(1, 2, inputs, outputs, matrix, unmatrix, ("convolution", groups, is_transposed))
 
 
 def _padded(args: Sequence[Any]) -> Tensor:

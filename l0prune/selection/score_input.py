@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.model_checks import evaluating
+from l0prune.data.dataset import map_tensors
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
@@ -146,14 +147,16 @@ class ScoreInput:
 def output_tensor(outputs: Any) -> Tensor:
     """Return a model's scores, or all outputs for each example in one row.
 
+    Of several tensors those that hold whole numbers are left out.
+
     Shape: of several tensors ``(examples, numbers)``.
     """
     found = tensor_output(outputs)
     if found is not None:
         return found
-    each = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-    each = each if isinstance(each, (list, tuple)) else ()
-    tensors = [t for t in each if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+    each = list[Tensor]()
+    map_tensors(outputs, each.append)
+    tensors = [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         raise UsageError(
             f"a score of what the model gives wants a tensor, or some with a row for each example; "

@@ -37,13 +37,15 @@ HALVES = {torch.float16, torch.bfloat16}
 class CutGraphs:
     """Networks of one gated model, captured once and cut for each choice of slots.
 
-    They compute in float32, or in half precision if all of the model's weights are in it.
+    They compute in ``dtype``; if that is None in float32, or in half precision if all weights of
+    the model are in it.
     """
 
-    def __init__(self, model: nn.Module, batch: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, dtype: torch.dtype | None = None) -> None:
         gated, _ = holder(model)
         found = {p.dtype for p in weights_of(gated).values() if p.is_floating_point()}
-        self._dtype = found.pop() if len(found) == 1 and found <= HALVES else torch.float32
+        own = found.pop() if len(found) == 1 and found <= HALVES else torch.float32
+        self._dtype = dtype or own
         self._captured = capture_parts(copies_of(gated))
         self.plan = self._captured.plan
         check_single_network(self.plan.parts)
@@ -99,6 +101,7 @@ class Eager:
     """Runtime PyTorch without a compiler."""
 
     name = "eager"
+    dtype: torch.dtype | None = None  # that networks compute in; None for the model's own
 
     def __init__(self, device: str, threads: int) -> None:
         try:
@@ -409,3 +412,10 @@ class Program(Eager):
             return loaded[0]((args, kwargs))
 
         return call
+
+
+class CudaGraphBf16(CudaGraph):
+    """A CUDA graph of a network in bfloat16, whose products tensor cores compute."""
+
+    name = "torch-cuda-bf16"
+    dtype = torch.bfloat16

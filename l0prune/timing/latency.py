@@ -22,7 +22,8 @@ from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.measures import Latency
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch, under_switches
-from l0prune.selection.fitting import blocks_of, have_widths
+from l0prune.plan.width_times import have_widths
+from l0prune.selection.fitting import blocks_of
 from l0prune.timing.facts import Group
 from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
 from l0prune.timing.sizes import Widths, slots_of_each

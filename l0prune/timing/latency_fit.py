@@ -311,7 +311,8 @@ def fit_smooth(
 
 def nonnegative_least_squares(features: Numbers, target: Numbers) -> Numbers:
     """Solve least squares with coefficients ≥ 0, dropping the most negative one at a time."""
-    return _nonnegative((features.T @ features)[None], (features.T @ target)[None])[0]
+    found: Numbers = _nonnegative((features.T @ features)[None], (features.T @ target)[None])[0]
+    return found
 
 
 def _nonnegative(gram: Numbers, projected: Numbers) -> Numbers:

@@ -22,6 +22,7 @@ from l0prune.files.checked_json import parsed, read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
+from l0prune.running.stages import stage
 from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
 from l0prune.timing.latency_fit import Samples, fit_model, fit_smooth
 from l0prune.timing.latency_model import LayoutSizes, Numbers
@@ -104,7 +105,8 @@ def _samples(
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
         for each, factor in zip(timed, _node_scale(timed, whole), strict=True)
     ]
-    groups = groups_of(parsed(FACTS, about["nodes"]), nodes, plan.branches)
+    facts = parsed(FACTS, about["nodes"])
+    groups = groups_of(facts, nodes, plan.branches)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
     sizes_of = LayoutSizes(plan, layouts)
     widths = about["widths"][: len(timed)]
@@ -226,7 +228,8 @@ def measure(
         batch: examples in a call.
         runtime: ``"onnxruntime"``; ``"onnxruntime-int8"``, all in eight bits that can be;
             ``"openvino"``, ``"openvino-int8"``, ``"executorch"``, ``"litert"``; or of PyTorch
-            ``"eager"``, ``"compile"``, ``"cuda-graph"`` (on a GPU, without the host's time).
+            ``"eager"``, ``"compile"``, and on a GPU, without the host's time, ``"cuda-graph"`` or
+            ``"torch-cuda-bf16"``.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed; ``"auto"`` for 12 to 32: until the prediction of
@@ -275,3 +278,24 @@ def check_samples(samples: int | str) -> int:
             f"{samples} networks are too few for a latency table: time {FEWEST} or more"
         )
     return samples
+
+
+_made: dict[tuple[str, str], LatencyTable] = {}  # by plan and target, in this process
+
+
+def latency_table(model: nn.Module, target: str) -> LatencyTable:
+    """Return the table of a gated model on a target, timed here once in a process.
+
+    Raises:
+        UsageError: as ``measure``; or the target is not on this machine.
+    """
+    key = plan_id(gates_of(model).plan), target
+    if key not in _made:
+        with stage(f"timing the network at other widths on {target}"):
+            _made[key] = measure(model, runtime=target)
+    return _made[key]
+
+
+def known_table(model: nn.Module, target: str) -> LatencyTable | None:
+    """Return the table that ``latency_table`` made of a model in this process, if any."""
+    return _made.get((plan_id(gates_of(model).plan), target))

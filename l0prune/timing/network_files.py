@@ -118,7 +118,7 @@ class Exporter:
         answers = (Answer(example, (), ()),)
         free = free.only(made.free)
         return ExportedPart(
-            "", made.program, made.program, made.dynamic, answers, made.batches, free
+            "", made.program, made.program, made.dynamic, answers, made.batches, free=free
         )
 
 
@@ -250,7 +250,8 @@ def _comparisons(exporter: Exporter, plan: Plan) -> Iterator[list[Network]]:
     widths = unmistakable_widths(plan, constants)
     if widths is not None:
         (cut,) = exporter.networks([widths])
-        sizes = dict(SizeFinder(plan, [cut.kept, all_slots(plan)]).known)
+        known = SizeFinder(plan, [cut.kept, all_slots(plan)]).known
+        sizes = {each[0]: each[1] for each in known}
         with suppress(NoTemplate):
             wide = as_dense(cut.model, sizes, constants)
             yield [cut, Network(all_slots(plan), wide, cut.inputs)]

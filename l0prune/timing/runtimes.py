@@ -17,7 +17,16 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing.eager import Compiled, CudaGraph, CutGraphs, Eager, Inputs, Program, facts_of
+from l0prune.timing.eager import (
+    Compiled,
+    CudaGraph,
+    CudaGraphBf16,
+    CutGraphs,
+    Eager,
+    Inputs,
+    Program,
+    facts_of,
+)
 from l0prune.timing.facts import FACTS, number_of, plan_id
 from l0prune.timing.latency import Observe
 from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
@@ -74,7 +83,7 @@ class AlternatingTimer:
         self.runtime = runtime
         with runtime.running():
             with stage("capturing the model"):
-                self._graphs = CutGraphs(model, batch)
+                self._graphs = CutGraphs(model, batch, runtime.dtype)
             self._inputs: Inputs = pytree.tree_map_only(
                 torch.Tensor, lambda x: x.to(runtime.device), self._graphs.inputs()
             )
@@ -136,13 +145,13 @@ class Torch:
     """Runtime PyTorch on a device, the first of ``providers``."""
 
     def __init__(self, kind: Callable[[str, int], Eager], providers: Sequence[str]) -> None:
-        self._kind, self.provider = kind, providers[0] if providers else "cpu"
+        self.kind, self.provider = kind, providers[0] if providers else "cpu"
         self.version = kind(self.provider, 1).version
         self._last: tuple[Job, AlternatingTimer] | None = None
 
     def _turns(self, job: Job) -> AlternatingTimer:
         if self._last is None or self._last[0] is not job:
-            runtime = self._kind(self.provider, job.threads)
+            runtime = self.kind(self.provider, job.threads)
             self._last = job, AlternatingTimer(job.model, runtime, job.batch)
         return self._last[1]
 
@@ -183,6 +192,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     "compile": lambda providers: Torch(Compiled, providers),
     **{kind.name: partial(Torch, partial(Program, kind)) for kind in FORMATS.values()},
     "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
+    "torch-cuda-bf16": lambda providers: Torch(CudaGraphBf16, providers or ["cuda"]),
 }
 
 

@@ -18,7 +18,7 @@ from l0prune.errors import UsageError
 from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import without_switches
-from l0prune.selection.fitting import beside_maps
+from l0prune.plan.width_times import beside_maps
 
 
 def check_single_network(parts: Sequence[str]) -> None:

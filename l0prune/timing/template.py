@@ -284,7 +284,7 @@ def _facts(
         ]
         following = {name: sizes for (of, name), sizes in made.attributes.items() if of == number}
         fixed = [a for a in _sorted(node) if a.name not in following]
-        numbers = [size for sizes in following.values() for size in sizes]
+        numbers = tuple(size for sizes in following.values() for size in sizes)
         yield facts_of_node(
             (
                 node.op_type,
@@ -294,7 +294,7 @@ def _facts(
             ),
             tensors,
             fixed,
-            numbers if len(tensors) == len(names) else [None],
+            numbers if len(tensors) == len(names) else (None,),
         )
         writer |= dict.fromkeys(node.output, number)
 

@@ -36,7 +36,8 @@ from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_number, check_whole
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
-from l0prune.selection.fit import blocks_for, meet, unmet
+from l0prune.plan.targets import TARGET
+from l0prune.selection.fit import blocks_for, meet, table_if_needed, unmet
 from l0prune.selection.fitting import Movable, Widths
 
 _EVERY = 10  # steps between two estimates of the gradients' ratio
@@ -81,7 +82,8 @@ class Budget:
             the loss does; None to choose it by ``steps``.
         ramp: part of the steps in which the target sinks to the budget, from what an export of
             the model has now.
-        round_to: open slots of an axis come in multiples of this; see ``fit``.
+        round_to, target: open slots of an axis come in multiples of this, or of what this runtime
+            computes fastest; see ``fit``.
         latency: a table of times, for a budget in latency, or for ``round_to``.
 
     Raises:
@@ -98,6 +100,7 @@ class Budget:
         rate: float | None = None,
         ramp: float = 0.6,
         round_to: Widths = "auto",
+        target: str = TARGET,
         latency: Source | None = None,
     ) -> None:
         check_whole("steps", steps)
@@ -107,8 +110,9 @@ class Budget:
         self._steps, self._ramp = steps, ramp
         self._rate = RATE / steps if rate is None else rate
         plan = self._gates.plan
+        latency = table_if_needed(model, self.limits, latency, target)
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
-        self.blocks = blocks_for(plan, self.bounds, round_to, latency)
+        self.blocks = blocks_for(plan, self.bounds, round_to, latency, target=target)
         warn_of_little(plan, self.bounds)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
         self._begins = torch.maximum(self._shares_now(self._gates.open()), self._shares)
@@ -251,7 +255,7 @@ class Budget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return multipliers, steps done, balance, initial targets, last excess and blocks."""
+        """Return multipliers, steps, balance, initial targets, last excess, blocks and widths."""
         return {
             "multipliers": self.multipliers.cpu(),
             "done": self.done,
@@ -259,6 +263,7 @@ class Budget:
             "begins": self._begins.cpu(),
             "excess": None if self._before is None else self._before.cpu(),
             "blocks": None if self._block_coupling is None else self._block_coupling.numbers.cpu(),
+            "widths": self.blocks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -268,6 +273,7 @@ class Budget:
         self._before = state["excess"]
         self._begins = state["begins"].to(self._shares)
         self._balance.weight = state["weight"]
+        self.blocks = list(state["widths"])
         if (numbers := state["blocks"]) is not None:
             self._block_coupling = BlockCoupling(
                 self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from l0prune.errors import UsageError
 from l0prune.plan.numbers import check_whole, is_number
+from l0prune.plan.targets import TARGET, check_target
 from l0prune.training.fields import Declared, amount, documentation, share
 
 if TYPE_CHECKING:  # the command line reads its options off this file, and its help needs no torch
@@ -55,8 +56,17 @@ class GateSettings(Declared):
     )
     round_to: int | Literal["auto"] = Field(
         "auto",
-        description="Widths are multiples of this, within the budget. auto for what the runtime of "
-        "``latency`` likes, or another measure that the budget is about.",
+        description="Widths are multiples of this, within the budget; 1 for any. auto for the "
+        "blocks that ``target`` computes fastest (of 16 channels on many processors), in small "
+        "layers smaller ones; or those of ``latency``, or of another measure that the budget is "
+        "about.",
+    )
+    target: str = Field(
+        TARGET,
+        description="The runtime that the result is for, by its name in ``l0prune.measure``: "
+        "onnxruntime, onnxruntime-int8, openvino, torch-cuda-bf16, … It says which widths are "
+        "fast: once for each machine it is timed for some seconds, or what is usual is taken where "
+        "it is not here.",
     )
     budget_rate: float | None = amount(
         None,
@@ -186,6 +196,8 @@ class GateSettings(Declared):
             check_whole("round_to", width)
         return width
 
+    _is_a_runtime = field_validator("target")(check_target)
+
     @field_validator("prior")
     @classmethod
     def _are_probabilities(cls, prior: Any) -> Any:
@@ -263,7 +275,7 @@ class GateSettings(Declared):
 
     @property
     def rounds(self) -> bool:
-        """Return whether gates may be opened only to make widths whole blocks."""
+        """Return whether widths in whole blocks were asked for."""
         return self.latency is not None if self.round_to == "auto" else self.round_to > 1
 
 

@@ -67,7 +67,7 @@ class GateTerms:
         self._bit_price = self._price_of_bits()
         self.budget = self._budget()
         if self.budget is None:
-            blocks_for(gates.plan, (), settings.round_to, settings.latency)
+            blocks_for(gates.plan, (), settings.round_to, settings.latency, target=settings.target)
         self._measures = self._recorded()
         self.fitted: dict[str, Any] = {}
 
@@ -75,15 +75,18 @@ class GateTerms:
         settings = self._settings
         if settings.budget is None:
             return None
-        return Budget(
+        budget = Budget(
             self._model,
             settings.budget,
             steps=self._phases.learning,
             rate=settings.budget_rate,
             ramp=settings.ramp,
             round_to=settings.round_to,
+            target=settings.target,
             latency=settings.latency,
         )
+        self.gates.asked = tuple(map(str, budget.limits))
+        return budget
 
     def _price_of_bits(self) -> CostModel | None:
         quantizer = self.gates.quantizer
@@ -164,11 +167,13 @@ class GateTerms:
 
     def fit(self) -> None:
         """Fit the gates, before they are fixed, so that an export just meets the budgets."""
+        asked = self._settings
         with fitted.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=self.learns and not self._priced)
-            elif self._settings.rounds:
-                fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
+            elif asked.elements is None:
+                widths: Any = {"round_to": asked.round_to, "target": asked.target}
+                fit(self._model, **widths, latency=asked.latency)
 
     def _note(self, found: fitted.Fitted) -> None:
         self.fitted = found.to_dict() if found.filling or found.looks else {}

@@ -31,6 +31,7 @@ class GateKeywords(TypedDict, total=False):
     budget: LimitsLike | None
     latency: Source | None
     round_to: int | Literal["auto"]
+    target: str
     budget_rate: float | None
     ramp: float
     branch_freeze_fraction: float | None

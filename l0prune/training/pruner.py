@@ -25,7 +25,7 @@ from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, bare
 from l0prune.training.phases import Phases
 from l0prune.training.settings import AUTO, NOTHING_SETTLES
-from l0prune.training.standing import Standing
+from l0prune.training.standing import Standing, report_frozen
 from l0prune.training.start import init_gates_from
 from l0prune.training.wrapping import Wrap, Wrapping
 
@@ -296,6 +296,8 @@ class Pruner(GateRun):
         if self.step == 0:
             self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
             self.look_ahead()
+            if self._standing is None and self._penalty is None:
+                report_frozen(self.model, self.say)
             if is_unpaid(self.model):
                 self.say(_UNPAID)
         self._pending += 1

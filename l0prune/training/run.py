@@ -37,7 +37,7 @@ from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
 from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import DenseSettings, Settings
-from l0prune.training.standing import Standing
+from l0prune.training.standing import Standing, report_frozen
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
 OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys())
@@ -63,6 +63,8 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
 
 
 def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
+    if gates is not None and settings.learn is True and settings.penalty is None:
+        report_frozen(model)
     if settings.learn == GATES and not has_targets(data):
         with bypass(model), stage("answering the inputs"):
             data = with_pseudo_labels(data, model, device=settings.device)

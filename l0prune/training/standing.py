@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from l0prune.capture.compat import NormBase
+from l0prune.errors import warn
 from l0prune.gating.attaching import weights_of
+
+
+def report_frozen(model: nn.Module, say: Callable[[str], None] = warn) -> None:
+    """Warn if weights are to learn beside the gates, and all of them are frozen."""
+    weights = weights_of(model).values()
+    if not any(weight.requires_grad for weight in weights):
+        say(
+            "all weights of this model are frozen (requires_grad is False), as those of a "
+            "checkpoint for inference often are: only its gates learn, and no weight makes up for "
+            "what they close. Call model.requires_grad_(True) before, to train the weights, too; "
+            "give learn='gates' if they are to stay as they are"
+        )
 
 
 class Standing:

@@ -42,6 +42,23 @@ def test_a_symbolic_size_has_a_hint_and_an_expression(program):
     assert compat.size_expression(columns) == 4
 
 
+class Chosen(nn.Module):
+    def forward(self, x):
+        return x[x > 0].repeat(2)
+
+
+def test_a_size_that_depends_on_data_has_a_number_once_it_is_bounded():
+    graph = export(Chosen(), (torch.randn(3, 4),)).graph
+    chosen, twice = (graph.find_nodes(op="call_function", target=t) for t in
+                     (ATEN.index.Tensor, ATEN.repeat.default))  # fmt: skip
+    (size,), (double,) = (node.meta["val"].shape for (node,) in (chosen, twice))
+    assert (compat.size_hint(size), compat.size_hint(double)) == (None, None)
+    compat.bound_sizes(double, 7)  # no size by itself
+    assert compat.size_hint(double) is None
+    compat.bound_sizes(size, 12)
+    assert (compat.size_hint(size), compat.size_hint(double)) == (12, 24)
+
+
 def test_schema_says_what_an_operator_writes():
     assert compat.schema_of(ATEN.relu_.default).is_mutable
     assert not compat.schema_of(ATEN.relu.default).is_mutable

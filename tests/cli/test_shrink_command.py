@@ -33,6 +33,10 @@ def test_a_file_that_is_smaller_and_how_near_it_is(done, tmp_path):
     assert (tmp_path / "net.small.onnx").is_file()
     assert 0 < told["fidelity"]["error"] < 0.5
     assert told["params"] <= 0.5 * (8 * 32 + 32 + 32 * 3 + 3)
+    assert told["speedup"]["asked"] == ["params=0.5"]
+    assert len(told["times"]["small"]) >= 3
+    again, _ = done("shrink", "net.py:net", *options, "--no-time")
+    assert (again["speedup"], again["times"]) == (None, None)
 
 
 def test_a_folder_that_loads_again(done):
@@ -51,6 +55,7 @@ def test_a_folder_that_loads_again(done):
         (2, ("--tolerance", "200%"), "between 0 and 1"),
         (1, ("--budget", "params=0.5", "--data", "net.py:broken"), "not finite"),
         (2, ("--budget", "params=0.5", "--loadable-by", "transformers"), "transformers"),
+        (2, ("--budget", "params=0.5", "--class-dim", "2"), "none of the outputs' dims"),
     ],
 )
 def test_what_is_refused(refused, code, options, said):

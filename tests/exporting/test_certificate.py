@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import answers_of
 from l0prune.exporting.certify.certificate import (
     Certificate,
+    Check,
     compare,
     compare_file,
     compare_in_parts,
@@ -74,6 +77,25 @@ def test_there_is_a_largest_rounding():
     with pytest.raises(CertificateError, match="please report") as raised:
         certified(Plus(2.0**14), Plus(0.0, error=1e-3))  # wrong in float64, too
     assert "rounds" not in str(raised.value)
+
+
+def test_rounding_beyond_the_largest_is_measured_for_the_message():
+    """In one run it may round by little, by luck: here the first of two comparisons says so."""
+    answers = [
+        replace(answer, single=answer.exact, measured=lambda: [1.2e-4])
+        for answer in answers_of(Plus(0.0), INPUTS)
+    ]
+
+    def failed(error):
+        checks = [Check("graph", "float64", 2, 0.0, 1e-10)]
+        given = compare_file("onnx", answers, lambda leaves: [leaves[0] + error])
+        with pytest.raises(CertificateError, match=r"allowed 1\.0e-04") as raised:
+            Certificate((*checks, *given))
+        return str(raised.value)
+
+    assert "In float32 the model rounds by about as much" in failed(2e-4)
+    assert "please report" not in failed(2e-4)
+    assert "please report" in failed(3e-4)
 
 
 def test_nan_fails():
@@ -154,3 +176,77 @@ def test_the_outputs_of_parts_are_called_by_their_paths():
     _, checks = compare_in_parts(model, model, ["body"], list(INPUTS))
     names = [name for name, _ in checks[0].outputs]
     assert names == ["body.output", "body.output (2)", "output"]
+
+
+class Steep(nn.Module):
+    """Layers that amplify rounding, beside an output that does not round at all.
+
+    In float32 it has a fault, in the first output alone or in both.
+    """
+
+    def __init__(self, gain: float, fault: float = 0.0, of: str = "steep"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain=gain)
+        self.faults = {of: fault}
+
+    def forward(self, x):
+        steep = x
+        for layer in self.layers:
+            steep = layer(steep).sin()
+        faults = self.faults if x.dtype == torch.float32 else {}
+        return {
+            "steep": steep + faults.get("steep", 0.0),
+            "plain": x / 2 + faults.get("plain", 0.0),
+        }
+
+
+@pytest.fixture(scope="module")
+def steep():
+    """A network that rounds by so much that one and a half times as much has to be measured, and
+    ten times as much is no more than may be allowed: its gain, answers and measured rounding."""
+    for gain in torch.arange(1.8, 2.4, 0.03).tolist():
+        answers = answers_of(Steep(gain), INPUTS)
+        rounding, plain = answers[0].measured()
+        if max(1e-5, 2 * answers[0].rounding) < 1.3 * rounding and 10 * rounding < 1e-4:
+            assert plain < 1e-6
+            return gain, answers, rounding
+    raise AssertionError("none of these networks rounds by so much")
+
+
+def test_what_rounding_explains_is_no_fault(steep):
+    gain, answers, rounding = steep
+    fault = 1.5 * rounding * answers[0].scales[0]
+    check = float32(Certificate(tuple(compare(answers, Steep(gain, fault)))))
+    assert check.error == pytest.approx(1.5 * rounding, rel=0.1)
+    assert (check.rounding, check.tolerance) == (rounding, 2 * rounding)
+
+
+@torch.no_grad()
+def test_ten_times_the_rounding_is_a_fault(steep):
+    gain, answers, rounding = steep
+    faulty = Steep(gain, 10 * rounding * answers[0].scales[0])
+    with pytest.raises(CertificateError, match="graph in float32") as raised:
+        Certificate(tuple(compare(answers, faulty)))
+    assert f"(rounding alone: {rounding:.1e})" in str(raised.value)
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        Certificate(tuple(compare_file("onnx", answers, lambda given: [*faulty(*given).values()])))
+
+
+def test_the_rounding_of_one_output_excuses_no_other(steep):
+    gain, answers, rounding = steep
+    faulty = Steep(gain, 1.5 * rounding * answers[0].scales[1], "plain")
+    with pytest.raises(CertificateError, match=r"allowed 1\.0e-05"):
+        Certificate(tuple(compare(answers, faulty)))
+
+
+def test_rounding_is_measured_only_where_it_decides(steep, monkeypatch):
+    gain, _, _ = steep
+    answers = answers_of(Steep(gain), INPUTS)
+    monkeypatch.setattr("l0prune.exporting.certify.answers.move_values", None)
+    check = float32(Certificate(tuple(compare(answers, Steep(gain)))))
+    assert check.rounding == answers[0].rounding
+    with pytest.raises(TypeError):
+        answers[0].measured()

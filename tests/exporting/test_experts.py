@@ -144,6 +144,42 @@ def test_experts_in_a_list():
     assert (len(model[1].experts), model[1].experts_left) == (5, 5)
 
 
+class Biased(Mixture):
+    """The bias and the temperatures of its router are the block's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.warmth = nn.Parameter(torch.randn(5)), nn.Buffer(torch.rand(5) + 0.5)
+        self.unrelated = nn.Parameter(torch.randn(5))
+
+    def route_by(self, scores):
+        return scores.mul(self.warmth.double()[None]).add(self.bias.to(scores.dtype)).softmax(-1)
+
+    def forward(self, x):
+        share, index = self.route_by(self.route(x)).topk(self.k)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(index == number)
+            out = out.index_add(0, rows, expert(x[rows]) * share.to(x)[rows, place, None])
+        return x + out + self.unrelated.sum()
+
+
+def test_a_bias_beside_the_router_is_cut_with_it():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), Biased(), nn.Linear(8, 3)).eval(), torch.randn(40, 6)
+    result = l0prune.shrink_experts(model, x, 3, score="load")
+    kept, small = result.kept["1"], result.model[1]
+    assert torch.equal(small.bias, model[1].bias[kept])
+    assert torch.equal(small.warmth, model[1].warmth[kept])
+    assert small.unrelated.shape == (5,)
+    closed = copy.deepcopy(model)
+    closed[1].bias.data[[i for i in range(5) if i not in kept.tolist()]] = -torch.inf
+    torch.testing.assert_close(result.model(x), closed(x))
+    each, row = 8 * 12 + 12 + 12 * 8 + 8, 8 + 1 + 1
+    assert result.params_before - result.params == 2 * (each + row)
+    assert result.active_before - result.active == 2 * row
+
+
 @pytest.mark.parametrize("name", ["reap", "load"])
 def test_scores_are_those_of_their_definitions(name):
     model, x = listed(), torch.randn(40, 6)

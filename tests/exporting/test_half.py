@@ -142,14 +142,13 @@ def test_what_is_no_such_dtype_is_refused():
 
 
 class _Whole:
-    path = ""
+    path, state = "", ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", TORCH)
-def test_such_a_file_lies_beside_the_one_that_is_proven(dtype, apart, tmp_path, monkeypatch):
-    monkeypatch.setattr(half, "_SECONDS", 0.01)
+def test_such_a_file_lies_beside_the_one_that_is_proven(dtype, apart, tmp_path, timed):
     dense = l0prune.export(gated(), verify="float32")
     plain, small = tmp_path / "model.onnx", tmp_path / f"model.{dtype}.onnx"
     written = dense.save_onnx(plain, dtype=dtype, external_data=apart)
@@ -161,7 +160,8 @@ def test_such_a_file_lies_beside_the_one_that_is_proven(dtype, apart, tmp_path, 
     assert recorded == json.loads(json.dumps(dense.half.to_dict()))
     assert "l0prune.float32.certificate" in metadata(small)
     assert "l0prune.certificate" not in metadata(small)
-    assert (dense.half.times is None) == (dtype == "bfloat16")
+    assert (dense.half.times is None) == (dtype == "bfloat16") == (not dense.half.is_run)
+    assert (dense.half.beside_dense is None) == (dtype == "bfloat16")
     assert 0 < recorded["errors"]["output"] < 0.05
     assert 0.4 < recorded["bytes"][0] / recorded["bytes"][1] < 0.8
     x = torch.randn(4, 3, 12, 12)

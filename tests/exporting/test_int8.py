@@ -17,7 +17,6 @@ from l0prune.exporting.onnx.calibration import (
     EXAMPLES,
     divided,
     feeds_of,
-    first_row,
     is_source,
     rows_in,
 )
@@ -32,7 +31,7 @@ from l0prune.exporting.onnx.quantizer import (
     name_nodes,
     pool_means,
 )
-from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.times import Times, one_example
 
 RANDOM = np.random.default_rng(0)
 
@@ -205,6 +204,7 @@ def piece(dynamic=True, shape=(3,)):
     """What is known of a program whose forward takes a tensor and a number."""
     example = (torch.zeros(2, *shape), 4), {}
     return SimpleNamespace(
+        state=(),
         answers=(SimpleNamespace(inputs=example),),
         dynamic=dynamic,
         batches=ANY,
@@ -221,7 +221,8 @@ def test_inputs_become_calls_of_a_few_examples():
     assert np.array_equal(np.concatenate([feed["x"] for feed in feeds]), x.numpy())
     seen, unseen = divided(feeds)
     assert (rows_in(seen, piece()), rows_in(unseen, piece())) == (16, 4)
-    assert first_row(unseen[0], piece())["x"].shape == (1, 3)
+    given, batch = one_example(piece())
+    assert ([array.shape for array in given], batch) == ([(1, 3)], 1)
 
 
 def test_data_with_targets_give_their_inputs():
@@ -237,7 +238,8 @@ def test_a_file_of_one_batch_size_is_given_whole_batches():
     batches = [(torch.zeros(8, 3), 4), (torch.ones(8, 3), 4)]
     feeds = feeds_of(batches, piece(dynamic=False), ["x"])
     assert [feed["x"].shape for feed in feeds] == [(8, 3)] * 2
-    assert first_row(feeds[0], piece(dynamic=False)) is feeds[0]
+    given, batch = one_example(piece(dynamic=False))
+    assert ([array.shape for array in given], batch) == ([(2, 3)], 2)
 
 
 def test_inputs_of_which_no_file_can_be_made_are_refused():

@@ -13,13 +13,11 @@ from round_trips import metadata
 from timed_network import gated
 
 import l0prune
-from l0prune.exporting.onnx import int8
 from l0prune.exporting.onnx.int8_search import relative_error
 
 
 @pytest.mark.slow
-def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
-    monkeypatch.setattr(int8, "_SECONDS", 0.01)
+def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, timed):
     dense = l0prune.export(gated())
     x = torch.randn(64, 3, 12, 12)
     plain, small = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
@@ -38,12 +36,16 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     assert 0 < error < 0.05
     assert np.isclose(min(recorded["compensated"]), error, rtol=1e-3)
     assert "In int8: output" in _shown(dense)
+    assert "beside the dense network in float32" in _shown(dense)
+    assert dense.int8.beside_dense.dense != dense.int8.times.dense
     assert ("rounding compensated" in _shown(dense)) == dense.int8.is_compensated
     content = dense.report().content
     assert "In int8: output" in content.notes
     assert content.gain.bytes.after == plain.stat().st_size
-    dense.save_onnx(plain, int8=x, compensate=False)
+    dense.save_onnx(plain, int8=x, compensate=False, time=False)
     assert dense.int8.compensated is None
+    assert (dense.int8.times, dense.int8.beside_dense, dense.times) == (None, None, None)
+    assert "not timed" in str(dense.int8)
 
 
 def _shown(dense):

@@ -205,7 +205,7 @@ def test_where_no_number_helps_its_mean_is_told_of_what_there_was():
 
 
 def test_a_linear_that_reads_some_inputs_is_cut_again(tmp_path):
-    """Its file is one for the model that the first one made."""
+    """Its file is one for the original, or for the model that the first one made."""
     torch.manual_seed(0)
     build = lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))  # noqa: E731
     model, x = randomise(build()).eval(), torch.randn(4, 8)
@@ -220,7 +220,12 @@ def test_a_linear_that_reads_some_inputs_is_cut_again(tmp_path):
         small.save_pretrained(tmp_path / name)
         model = copy.deepcopy(small.module)
     assert model[0].kept.tolist() == [2, 3, 7]
+    for fresh in (build(), l0prune.resize(build(), tmp_path / "first")):
+        loaded = l0prune.resize(fresh, tmp_path / "second")
+        assert torch.equal(loaded(x), model(x))
+    vars(model).pop("l0prune_cut")
+    l0prune.export(close_some(l0prune.gate(model, x), seed=1)).save_pretrained(tmp_path / "third")
     with pytest.raises(FileError, match="for a model that has been cut before"):
-        l0prune.resize(build(), tmp_path / "second")
-    loaded = l0prune.resize(l0prune.resize(build(), tmp_path / "first"), tmp_path / "second")
-    assert torch.equal(loaded(x), model(x))
+        l0prune.resize(build(), tmp_path / "third")
+    third = l0prune.resize(loaded, tmp_path / "third")
+    torch.testing.assert_close(third(x), model(x))

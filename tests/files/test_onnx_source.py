@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import onnx
 import pytest
 import torch
 from differences import run_onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnx_files import INT, draws, node, written
 from torch import nn
 
 import l0prune
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
+from l0prune.files import onnx_source
 from l0prune.files.model_sources import load_model
 
 
@@ -405,3 +407,230 @@ def test_the_comparison_is_of_an_input_that_matters(tmp_path):
     (x,) = model.example_input_array
     assert x.std() > 5  # at a deviation of 1 all is on the first class
     assert (model(x)[0] - model(x)[1]).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory):
+    """A file whose layers amplify rounding, and the rounding of its network as it is measured: by
+    enough that one and a half times as much has to be measured, and ten times as much is no more
+    than may be allowed."""
+    path = tmp_path_factory.mktemp("steep") / "net.onnx"
+    names, nodes = ["x", *(f"y{n}" for n in range(9)), "y"], []
+    for n, (before, after) in enumerate(pairwise(names)):
+        nodes += [node("MatMul", f"{before} w{n}", f"h{n}"), node("Sin", f"h{n}", after)]
+    for gain in np.arange(1.75, 2, 0.01):
+        drawn = np.random.default_rng(0).normal(size=(10, 6, 6))
+        weights = {f"w{n}": np.float32(gain * np.linalg.qr(w)[0]) for n, w in enumerate(drawn)}
+        network = load_model(written(path, nodes, weights, ("batch", 6)))
+        with torch.no_grad():
+            run = onnx_source._Run(network.example_input_array, [])
+            exact = onnx_source._exact(network, run.example)
+            own = onnx_source._difference(exact, [network(*run.example)])
+            rounding = onnx_source._rounding(network, run, exact)
+        if max(1e-5, 2 * own) < 1.3 * rounding and 10 * rounding < 1e-4:
+            return str(path), rounding
+    raise AssertionError("none of these networks rounds by so much")
+
+
+def faulty(monkeypatch, fault):
+    """ONNX Runtime gives outputs that are off by this much of their scale."""
+    right = onnx_source._run
+
+    def run(*args):
+        return [each + fault * each.abs().max() for each in right(*args)]
+
+    monkeypatch.setattr(onnx_source, "_run", run)
+
+
+def test_a_file_may_differ_by_what_float32_rounds(steep, monkeypatch):
+    path, rounding = steep
+    faulty(monkeypatch, 1.5 * rounding)
+    origin = load_model(path).origin
+    assert origin.error == pytest.approx(1.5 * rounding, rel=0.2)
+    assert origin.tolerance == 2 * rounding
+
+
+def test_a_file_that_differs_by_ten_times_as_much_is_refused(steep, monkeypatch):
+    path, rounding = steep
+    faulty(monkeypatch, 10 * rounding)
+    with pytest.raises(FileError, match="An operator of the file means something else"):
+        load_model(path)
+
+
+def test_a_file_that_rounds_by_more_than_can_be_compared_is_not_called_wrong(steep, monkeypatch):
+    path, _ = steep
+    faulty(monkeypatch, 2e-4)
+    monkeypatch.setattr(onnx_source, "_rounding", lambda *_: 1.5e-4)
+    with pytest.raises(FileError, match=r"So does rounding in float32, by 1\.5e-04") as raised:
+        load_model(path)
+    assert "means something else" not in str(raised.value)
+
+
+def weights_in(path):
+    """Number of floats that a file stores."""
+    stored = (each for each in onnx.load(path).graph.initializer if each.data_type == 1)
+    return sum(int(np.prod(each.dims)) for each in stored)
+
+
+def cut_and_written(path, folder, share=0.6):
+    """Close slots at random, write the file, and compare it with the gated model."""
+    torch.manual_seed(0)
+    model = load_model(path)
+    l0prune.gate(model, model.example_input_array, dynamic_shapes=model.free)
+    gates = l0prune.gates(model)
+    gates.set_open(torch.rand(gates.plan.size) < share)
+    small = l0prune.export(model.eval())
+    (file,) = small.save_onnx(folder / "small.onnx")
+    x = model.example_input_array[0]
+    assert torch.allclose(run_onnx(file, x)[0], model(x), atol=1e-5)
+    return small, file
+
+
+SHARED = {
+    "a table and its transpose": (
+        [
+            node("Gather", "t x", "e"),
+            node("MatMul", "e a", "h"),
+            node("Relu", "h", "r"),
+            node("MatMul", "r b", "z"),
+            node("Transpose", "t", "u", perm=[1, 0]),
+            node("MatMul", "z u", "y"),
+        ],
+        {"t": draws(30, 8), "a": draws(8, 12), "b": draws(12, 8)},
+        ("batch", 3), INT,
+    ),
+    "an encoder and its transpose": (
+        [
+            node("Gemm", "x w c", "h", transB=1),
+            node("Relu", "h", "r"),
+            node("MatMul", "r w", "y"),
+        ],
+        {"w": draws(20, 9), "c": draws(20)},
+        ("batch", 9), onnx.TensorProto.FLOAT,
+    ),
+    "a decoder by an explicit transpose": (
+        [
+            node("MatMul", "x w", "h"),
+            node("Relu", "h", "r"),
+            node("Transpose", "w", "v", perm=[1, 0]),
+            node("MatMul", "r v", "y"),
+        ],
+        {"w": draws(9, 20)},
+        ("batch", 9), onnx.TensorProto.FLOAT,
+    ),
+    "one matrix with two biases": (
+        [
+            node("MatMul", "x v", "g"),
+            *(each for n in "ab" for each in (
+                node("MatMul", "g w", f"h{n}"), node("Add", f"h{n} {n}", f"z{n}"),
+            )),
+            node("Mul", "za zb", "y"),
+        ],
+        {"v": draws(9, 14), "w": draws(14, 20), "a": draws(20), "b": draws(20, seed=1)},
+        ("batch", 9), onnx.TensorProto.FLOAT,
+    ),
+    "a convolution and its transpose": (
+        [
+            node("Conv", "x w", "h", strides=[2], kernel_shape=[2]),
+            node("Relu", "h", "r"),
+            node("ConvTranspose", "r w", "y", strides=[2], kernel_shape=[2]),
+        ],
+        {"w": draws(24, 3, 2)},
+        ("batch", 3, 8), onnx.TensorProto.FLOAT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_weight_of_several_readers_stays_one_parameter(name, tmp_path):
+    nodes, weights, sizes, kind = SHARED[name]
+    path = written(tmp_path / "net.onnx", nodes, weights, sizes, kind=kind)
+    small, file = cut_and_written(path, tmp_path)
+    assert small.params_before == weights_in(path)
+    assert small.params == weights_in(file) < weights_in(path)
+
+
+def _branch(name, weight, other):
+    """A branch whose values have the names of those of other branches."""
+    inner = [node("MatMul", "h A", "m"), node("Relu", "m", "r"), node("MatMul", "r B", "o")]
+    arrays = [numpy_helper.from_array(each, n) for each, n in ((weight, "A"), (other, "B"))]
+    return helper.make_graph(inner, name, [], [helper.make_empty_tensor_value_info("o")], arrays)
+
+
+def _choice(condition, result, seed):
+    branches = (_branch(n, draws(8, 10, seed=seed + k), draws(10, 8, seed=seed + k + 1))
+                for k, n in enumerate(("t", "e")))  # fmt: skip
+    then, other = branches
+    return node("If", condition, result, then_branch=then, else_branch=other)
+
+
+CONDITIONS = {
+    "numbers": [node("Equal", "two two", "c")],
+    "a rank": [node("Shape", "h", "s"), node("Size", "s", "n"), node("Equal", "n two", "c")],
+    "a size": [
+        node("Shape", "h", "s"),
+        node("Gather", "s one", "n"),
+        node("Equal", "n one", "k"),
+        node("Not", "k", "c"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_branches_of_a_condition_that_is_always_the_same_are_folded(name, tmp_path):
+    nodes = [
+        node("MatMul", "x w", "h"),
+        *CONDITIONS[name],
+        _choice("c", "i", 0),
+        node("Relu", "i", "j"),
+        _choice("c", "k2", 5),  # its branches name their values like those of the first
+        node("Add", "j k2", "y"),
+    ]
+    weights = {"w": draws(4, 8), "one": np.array(1), "two": np.array(2)}
+    path = written(tmp_path / "net.onnx", nodes, weights)
+    small, _ = cut_and_written(path, tmp_path)
+    assert sum(axis.size == 10 for axis in small.plan.axes) == 2
+    assert small.params_before == 32 + 2 * 160  # of each pair of branches one is gone
+
+
+def test_a_condition_on_a_free_size_is_refused(tmp_path):
+    nodes = [
+        node("MatMul", "x w", "h"),
+        node("Shape", "h", "s"),
+        node("Gather", "s zero", "n"),
+        node("Equal", "n one", "c"),
+        _choice("c", "y", 0),
+    ]
+    weights = {"w": draws(4, 8), "zero": np.array(0), "one": np.array(1)}
+    path = written(tmp_path / "net.onnx", nodes, weights)
+    with pytest.raises(FileError, match=r"If \(y\): control flow"):
+        load_model(path)
+
+
+@pytest.mark.slow
+def test_weights_of_an_lstm_that_are_computed_are_folded(tmp_path):
+    hidden, width = 24, 12  # more elements than onnxscript folds by itself
+    weights = {
+        "w1": draws(1, 2 * hidden, width), "w2": draws(1, 2 * hidden, width, seed=1),
+        "R": draws(1, 4 * hidden, hidden) / 4,
+        "b1": draws(1, 4 * hidden), "b2": draws(1, 4 * hidden),
+        "zero": np.zeros((1, 1, hidden), np.float32), "hidden": np.array([hidden]),
+        "axis": np.array([1]), "one": np.array([1]), "half": np.array(0.5, np.float32),
+    }  # fmt: skip
+    nodes = [
+        node("Mul", "w1 half", "v1"),
+        node("Concat", "v1 w2", "W", axis=1),
+        node("Concat", "b1 b2", "B", axis=1),
+        node("Shape", "x", "s"),
+        node("Slice", "s one two", "n"),
+        node("Concat", "one n hidden", "t", axis=0),
+        node("Expand", "zero t", "z"),  # a state of zeros for a batch of any size
+        node("LSTM", "x W R B - z z", "l", hidden_size=hidden),
+        node("Squeeze", "l axis", "q"),
+        node("MatMul", "q o", "y"),
+    ]
+    weights |= {"o": draws(hidden, 3), "two": np.array([2])}
+    path = written(tmp_path / "net.onnx", nodes, weights, ("time", "batch", width))
+    small, _ = cut_and_written(path, tmp_path)
+    assert [axis.size for axis in small.plan.axes if axis.size == hidden]
+    assert small.params < small.params_before == 4 * hidden * (width + hidden + 2) + 3 * hidden

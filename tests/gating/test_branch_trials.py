@@ -148,12 +148,16 @@ def test_branches_of_a_part_are_tried(lenient, broken):
 @pytest.mark.parametrize(("network", "trials"), [(Net, 4), (Dense, 5)])
 def test_sound_branches_are_all_offered(network, trials, monkeypatch):
     tried = []
-    try_ = branch_trials._Trials._try
+    try_ = branch_trials.Trials._try
     monkeypatch.setattr(
-        branch_trials._Trials, "_try", lambda self, gone: (tried.append(gone), try_(self, gone))
+        branch_trials.Trials,
+        "_try",
+        lambda self, is_open, gone: (tried.append(gone), try_(self, is_open, gone)),
     )
     survey = l0prune.survey(randomised(network()), X, own_class=False)
     assert refused(survey) == {}
+    *tried, of_axes = tried
+    assert of_axes == ()
     assert tried[-1] == max(tried, key=len)
     assert {name for gone in tried for name in gone} == set(offered(survey))
     assert len(tried) <= trials
@@ -161,7 +165,7 @@ def test_sound_branches_are_all_offered(network, trials, monkeypatch):
 
 def test_branches_that_are_built_alike_are_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr(branch_trials._Trials, "_try", lambda self, gone: tried.append(gone))
+    monkeypatch.setattr(branch_trials.Trials, "_try", lambda self, _, gone: tried.append(gone))
 
     def forward(m, x):
         for number in range(6):
@@ -174,7 +178,7 @@ def test_branches_that_are_built_alike_are_tried_once(monkeypatch):
     names = offered(survey)
     assert len(names) == 6
     # of the last one nobody adds to the result
-    assert tried == [[names[4]], [names[2]], [names[5]], names]
+    assert tried == [[names[4]], [names[2]], [names[5]], names, ()]  # the last one is of the axes
 
 
 def test_an_input_may_have_the_name_of_a_builtin():
@@ -207,3 +211,29 @@ def test_inputs_that_are_no_tensors_stay_what_they_are():
     survey = l0prune.survey(Scaled(), (torch.randn(2, 6), 3, None))
     assert [branch.name for branch in survey.branches] == ["b"]
     assert not refused(survey)
+
+
+def test_branches_before_tokens_that_data_choose_may_go():
+    """The same mask chooses twice: equally many, which no shape of the graph says."""
+
+    def forward(m, x):
+        y, mask = m.a(x), x[..., 0] > 0
+        y = y + m.c(m.b(y).relu())
+        rows = torch.arange(x.shape[0])[:, None].expand(mask.shape)[mask]
+        return m.d(torch.zeros_like(y[:, 0]).index_add(0, rows, y[mask] * 2))
+
+    layers = {
+        "a": nn.Linear(4, 8),
+        "b": nn.Linear(8, 6),
+        "c": nn.Linear(6, 8),
+        "d": nn.Linear(8, 3),
+    }
+    torch.manual_seed(0)
+    model, given = Fn(forward, **layers).eval(), torch.randn(2, 5, 4)
+    bank = l0prune.gates(l0prune.gate(model, (given,)))
+    assert "c" in bank.plan.names
+    bank.set_open("c", [])
+    small = l0prune.export(model)
+    assert small.gone == ("c",)
+    for chosen in (torch.randn(3, 5, 4), -torch.rand(3, 5, 4)):  # some tokens; none
+        torch.testing.assert_close(small.module(chosen), model(chosen))

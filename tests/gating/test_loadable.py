@@ -8,6 +8,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import L0pruneWarning, NothingToPrune, UsageError
+from l0prune.plan.plan import Plan
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -110,6 +111,28 @@ def test_widths_of_numbers_that_code_divides_are_those_that_it_takes(tmp_path):
     assert config.hidden_size % 6 == 0
 
 
+@pytest.mark.slow
+def test_heads_need_to_divide_the_width_that_is_left(tmp_path):
+    """Three heads do not divide a stream of 32, and do one of 24; layers go as a whole."""
+    model, said = gated(built("llama", hidden_size=32, num_attention_heads=4, head_dim=4))
+    bank = l0prune.gates(model)
+    heads = "model.layers.0.self_attn.q_proj.heads"
+    assert bank.plan.allowed[heads] == (1, 2, 3, 4)
+    assert "no whole layer" not in said
+    assert first_layer(model) == ("model.layers.0.self_attn", "model.layers.0.mlp")
+    bank.set_open(heads, [0, 2, 3])
+    bank.set_open(heads.replace("0", "1"), [1])
+    kept = Plan.from_json(bank.plan.to_json()).kept(bank.open())
+    assert int(kept[next(a for a in bank.axes if a.name == heads).slice].sum()) == 4
+    scores = l0prune.score(model, "magnitude")
+    l0prune.fit(model, ["model.embed_tokens: width=24", "heads=3"], scores)
+    for branch in first_layer(model):
+        bank.set_open(branch, [])
+    _, config = loaded_alone(model, tmp_path)
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (24, 3, 4)
+    assert config.num_hidden_layers == 1
+
+
 def test_vllm_takes_a_width_by_layer_and_branches_one_by_one():
     inputs = {"input_ids": TEXT["input_ids"][:, :3]}
     model, said = gated(built("llama", **LLAMA), inputs, loadable_by="vllm")
@@ -140,3 +163,6 @@ def test_what_it_cannot_be_is_refused():
     with pytest.raises(NothingToPrune, match=r"nothing can be cut that transformers .*hidden_size"):
         l0prune.gate(model, (), TEXT, loadable_by="transformers", include="*.heads", branches=False)
     assert "l0prune_gates" not in dict(model.named_children())
+    model = built("llama", num_hidden_layers=1)
+    with pytest.raises(NothingToPrune, match="a layer goes with all of its branches, and some"):
+        l0prune.gate(model, (), TEXT, loadable_by="transformers", include="model.layers.0.mlp")

@@ -1,7 +1,7 @@
 """One share of every layer's width, in choices at once, in training and in exports."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.files.plan_check import check_plan
+from l0prune.plan.divisor import Divisor
 from l0prune.plan.plan import Plan
 from l0prune.selection.fitting import in_order
 
@@ -107,6 +108,23 @@ def test_widths_that_are_not_allowed_are_rounded_up():
     assert counts == [6, 6, 1]
     for wrong in ([1], {"a0": ["x"]}, {"a0": [-1]}, {"a0": [1.5]}):
         text = json.dumps(json.loads(plan.to_json()) | {"allowed": wrong})
+        with pytest.raises(ValueError):
+            check_plan(Plan.from_json(text), nn.Linear(1, 1))
+
+
+def test_a_width_may_have_to_divide_that_of_another_axis():
+    """2·a0 divides a1: with a1 at 6 of 8, and a1 whole where it has no gates."""
+    rule = Divisor("a0", 2, "a1", 1, 8)
+    plan = replace(plan_of([4, 8], ()), allowed={"a0": (1, 2, 3, 4)}, divisors=(rule,))
+    open_ = torch.ones(12, dtype=torch.bool)
+    open_[[1, 2, 10, 11]] = False
+    counts = [int(of.sum()) for of in Plan.from_json(plan.to_json()).kept(open_).split([4, 8])]
+    assert counts == [3, 6]
+    open_[10:] = True
+    assert int(plan.kept(open_)[:4].sum()) == 2
+    assert int(plan.select(["a0"]).kept(torch.tensor([True, True, True, False])).sum()) == 4
+    for wrong in ([["a0"]], [{**asdict(rule), "each": 0}], [{**asdict(rule), "other": "\n"}]):
+        text = json.dumps(json.loads(plan.to_json()) | {"divisors": wrong})
         with pytest.raises(ValueError):
             check_plan(Plan.from_json(text), nn.Linear(1, 1))
 

@@ -279,7 +279,7 @@ def test_a_part_that_is_not_called_on_fresh_inputs():
 
 
 @pytest.mark.slow
-def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
+def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path, timed):
     class Pooled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -293,6 +293,7 @@ def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
     model = close_some(l0prune.gate(randomise(Pooled()).eval(), torch.randn(2, 3, 8)))
     small = l0prune.export(model)
     files = small.save_onnx(tmp_path / "m.onnx")
+    assert "Not timed: the model is in several files" in small.note
     assert [file.name for file in files] == ["m.part.onnx", "m.part-2.onnx"]
     assert small.to_dict()["parts"] == ["part"]
     for file, shape in zip(files, [(5, 8), (5, 3, 8)], strict=True):

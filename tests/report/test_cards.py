@@ -31,6 +31,20 @@ def test_times_that_differ_less_than_repeated_timings_say_nothing_of_speed():
     assert "about as long" in {c.change for c in cards(content(gain=same))}
 
 
+def test_a_speedup_is_the_first_sentence_with_what_was_asked_and_the_ideal():
+    gain = content().gain
+    facts = {"asked": ["macs=0.4"], "ideal": 4.5, "losses": ["deep (Conv): 2 ms instead of 1"]}
+    time = gain.time.model_copy(update=facts | {"advice": ["a budget in time"]})
+    made = content(gain=changed(gain, time=time))
+    first = f"3.2 times as fast (8 ms → 2.5 ms on {time.runtime}, {time.threads} thread"
+    assert verdict(made).startswith(first)
+    assert ", asked macs=0.4, ideal by MACs 4.5 times. The network keeps" in verdict(made)
+    (card,) = [each for each in cards(made) if "Time" in each.label]
+    lost = ". Most is lost in deep (Conv): 2 ms instead of 1. What can help: a budget in time"
+    assert card.note.endswith(lost)
+    assert ", asked macs=0.5. The network" in verdict(content())  # of the run's own budgets
+
+
 def test_on_a_noisy_machine_nothing_is_said_of_what_macs_save():
     said, card = timed(after=0.65, spread=0.48)
     differ = "repeated timings differ by 48 %"

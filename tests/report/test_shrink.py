@@ -8,7 +8,7 @@ import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.plan.numbers import tolerance_of
 from l0prune.report import shrink as module
-from l0prune.selection.compensate import fidelity
+from l0prune.selection.fidelity import fidelity
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch)
     model, data = network
     inputs, seen = {"input": data.train.inputs[:200]}, {}
 
-    def judge(dense, other, batches):
+    def judge(dense, other, batches, *about):
         seen["judged"] = batches
-        return fidelity(dense, other, batches)
+        return fidelity(dense, other, batches, *about)
 
     monkeypatch.setattr(module, "fidelity", judge)
     monkeypatch.setattr(
@@ -60,6 +60,7 @@ def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     within = [step for step in small.curve if 1 - step.fidelity.agreement <= 0.05]
     assert small.macs / small.macs_before <= min(step.share for step in within)
     assert small.fidelity.agreement >= 0.9
+    assert small.asked == ("tolerance=0.05",)
     shown = [step.share for step in small.curve]
     assert shown == sorted(shown)
 
@@ -98,3 +99,44 @@ def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     assert (
         l0prune.shrink(model, inputs, recover=3, **options).fidelity.error < wanted.fidelity.error
     )
+
+
+class Rough(nn.Module):
+    """A network whose outputs some of its neurons, and few inputs, say nothing about."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(5, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.out(torch.sin(40 * self.into(x)))
+
+
+def test_a_network_that_is_worse_than_a_constant_has_to_be_asked_for():
+    model = Rough().eval()
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    with (
+        pytest.warns(L0pruneWarning),
+        pytest.raises(UsageError, match=r"say less than a constant[\s\S]*allow_worse_than_mean"),
+    ):
+        l0prune.shrink(model, x, "macs=0.2")
+    with pytest.warns(L0pruneWarning):
+        small = l0prune.shrink(model, x, "macs=0.2", allow_worse_than_mean=True)
+    assert small.fidelity.error > 1
+
+
+def test_recovery_of_a_network_with_two_inputs():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 16), nn.Linear(16, 3)
+
+        def forward(self, x, y):
+            return self.out(torch.relu(self.into(x) + y))
+
+    torch.manual_seed(0)
+    model, given = Sum().eval(), (torch.randn(160, 6), torch.randn(160, 16))
+    small = l0prune.shrink(model, given, "macs=0.7", recover=1)
+    assert small.fidelity.error < 0.3

@@ -150,6 +150,19 @@ def test_a_model_that_cannot_be_captured_says_where():
     assert "data-dependent" in str(error.value)
 
 
+def test_a_size_that_data_decide_without_a_bound_is_refused():
+    class Repeating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(torch.repeat_interleave(x, (x[:, 0] > 0).sum() + torch.arange(2), 0))
+
+    with pytest.raises(CaptureError, match=r"values of the input decide how large .*\.py:\d+"):
+        l0prune.survey(Repeating(), torch.randn(2, 4))
+
+
 def test_an_example_without_tensors():
     with pytest.raises(UsageError, match="hold no tensor"):
         l0prune.survey(nn.Linear(2, 2), (3,))

@@ -7,7 +7,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
-from l0prune.selection.compensate import divergence, fidelity
+from l0prune.selection.fidelity import divergence, fidelity
 
 
 def closed(model, axis, slots):
@@ -72,7 +72,7 @@ class Called(nn.Module):
 @pytest.mark.parametrize("part", [20, 1 << 22])  # some places at a time, or all
 @pytest.mark.parametrize("around", [nn.Identity, Called])
 def test_agreement_and_divergence_are_over_classes(around, part, monkeypatch):
-    monkeypatch.setattr("l0prune.selection.compensate._PART", part)
+    monkeypatch.setattr("l0prune.selection.fidelity._PART", part)
     one, other = nn.Conv1d(3, 4, 1), nn.Conv1d(3, 4, 1)
     x = torch.randn(8, 3, 6)
     wanted, found = one(x).mT, other(x).mT  # classes last
@@ -190,6 +190,101 @@ def test_a_layer_used_twice_is_fitted_to_both_calls():
     assert found.after.error < found.before.error
 
 
+class Pyramid(nn.Module):
+    """Convolutions on maps of two sizes; half of the channels that they read repeat the others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 4, 3, padding=1)
+        with torch.no_grad():
+            self.conv.weight[8:], self.conv.bias[8:] = self.conv.weight[:8], self.conv.bias[:8]
+
+    def forward(self, x):
+        maps = x, nn.functional.avg_pool2d(x, 4)
+        return [self.head(torch.relu(self.conv(each))) for each in maps]
+
+
+def test_a_layer_on_maps_of_unequal_sizes_is_fitted_to_all():
+    # The small maps alone have fewer places than a patch has numbers.
+    model, x = Pyramid().eval(), torch.randn(40, 3, 8, 8)
+    dense = copy.deepcopy(model)
+    l0prune.gate(model, x[:2], include=["conv"])
+    closed(model, "conv", [*range(8, 16)])
+    found = l0prune.compensate(model, x)
+    assert found.before.error > 0.04
+    assert found.after.error < 1e-5
+    for mine, theirs in zip(model(x), dense(x), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("place", ["bias", "added"])
+def test_parts_of_a_parameter_are_fitted_each_alone(place):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.both = nn.Linear(6, 8), nn.Linear(8, 5)
+            with torch.no_grad():
+                self.into.weight[4:], self.into.bias[4:] = (
+                    self.into.weight[:4], self.into.bias[:4] + 1
+                )  # fmt: skip
+
+        def forward(self, x):
+            x = self.into(x)
+            (a, b), (c, d) = (each.split([2, 3]) for each in (self.both.weight, self.both.bias))
+            if place == "bias":
+                return nn.functional.linear(x, a, c), nn.functional.linear(2 - x, b, d)
+            return x @ a.T + c, (2 - x) @ b.T + d
+
+    torch.manual_seed(0)
+    model, x = Packed().eval(), torch.randn(60, 5, 6)
+    l0prune.gate(model, x[:2], include=["into"])
+    closed(model, "into", [4, 5, 6, 7])
+    found = l0prune.compensate(model, x)
+    assert found.before.error > 0.04
+    assert found.after.error < 1e-5
+    assert set(found.layers) == {"both.weight"}
+
+
+def test_a_tied_decoder_is_fitted_together_with_its_encoder():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.bias = nn.Linear(20, 12), nn.Parameter(torch.randn(20))
+
+        def forward(self, x):
+            return torch.relu(self.encoder(x)) @ self.encoder.weight + self.bias
+
+    torch.manual_seed(0)
+    model, x = Tied().eval(), torch.randn(400, 6) @ torch.randn(6, 20)
+    l0prune.gate(model, x[:2])
+    closed(model, "encoder", [0, 3, 6])
+    found = l0prune.compensate(model, x)
+    assert found.after.error < 0.7 * found.before.error
+    assert set(found.layers) == {"encoder.weight"}
+    l0prune.export(model)
+
+
+def test_a_product_with_factors_is_computed_with_them():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            x = self.out(torch.tanh(self.into(x)))
+            return torch.addmm(self.bias, x, self.weight, beta=0.5, alpha=3)
+
+    torch.manual_seed(0)
+    model, x = Scaled().eval(), torch.randn(600, 6)
+    l0prune.gate(model, x[:2], include=["into"])
+    closed(model, "into", [0, 1, 2])
+    found = l0prune.compensate(model, x)
+    assert found.after.error < found.before.error
+    assert set(found.layers) == {"out.weight"}
+
+
 def test_nothing_is_made_worse():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval(), torch.randn(64, 4)
     l0prune.gate(model, x[:2])
@@ -282,7 +377,7 @@ def test_padding_says_nothing():
 
 @pytest.mark.parametrize("size", [1, 3, 12])
 def test_error_is_over_the_variance_of_all_examples(size, monkeypatch):
-    monkeypatch.setattr("l0prune.selection.compensate._PART", 7)
+    monkeypatch.setattr("l0prune.selection.fidelity._PART", 7)
     torch.manual_seed(0)
     dense, other, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(12, 4)
     with torch.no_grad():

@@ -7,8 +7,8 @@ from torch import nn
 import l0prune
 from l0prune.gating.attaching import bypass
 from l0prune.plan.limits import bounds, limits
-from l0prune.selection.compensate import relative_error
 from l0prune.selection.division import Division, _pooled
+from l0prune.selection.fidelity import relative_error
 
 
 def network():
@@ -57,6 +57,31 @@ def test_outputs_are_those_of_the_network_with_one_axis_cut():
     assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
 
 
+def test_a_layer_that_is_called_twice_is_compared_with_both_calls_changed():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            # The second call has few rows.
+            return torch.cat([self.out(torch.tanh(self.into(y))) for y in (x, x[:, :1])], 1)
+
+    torch.manual_seed(0)
+    model, x = Twice().eval(), torch.randn(300, 9, 6)
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    plan = l0prune.gates(model).plan
+    with bypass(model), torch.no_grad():
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
+        curve = next(each for each in division.curves if plan.axes[each.axis].size == 8)
+        hidden, wanted = torch.tanh(plain.into(x)), plain.out(torch.tanh(plain.into(x)))
+        hidden, wanted = (torch.cat([y, y[:, :1]], 1).flatten(0, 1) for y in (hidden, wanted))
+    gone, error = min(curve.outputs.items())
+    kept = [slot for slot in range(8) if slot not in curve.order[:gone]]
+    assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
+
+
 @pytest.mark.parametrize("most", [0, 400 * 12 * 4, 1 << 20])
 def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
     monkeypatch.setattr("l0prune.selection.division._KEPT", most)
@@ -66,13 +91,14 @@ def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
     plain = copy.deepcopy(model)
     l0prune.gate(model, x[:2])
     with bypass(model), torch.no_grad():
-        (probe,) = Division(model, l0prune.gates(model).plan, [x], [x], relative_error).probes
+        division = Division(model, l0prune.gates(model).plan, [x], [x], relative_error)
+        (probe,), (view,) = division.probes, (v for v in division.readers if v.name == "2.weight")
         assert len(probe.products) == {0: 0, 400 * 12 * 4: 1, 1 << 20: 3}[most]
         judge = relative_error(plain(x), x)
         plain[2].weight.mul_(0.5)
         wanted = judge(plain(x.clone()))
         for _ in range(2):  # the first must not write into what the second takes
-            found = probe.error({"2.weight": (plain[2].weight.T[None], plain[2].bias[None])})
+            found = probe.error({view: (plain[2].weight.T[None], plain[2].bias[None])})
             assert found == pytest.approx(wanted)
 
 

@@ -33,6 +33,16 @@ def test_lambda_of_an_axis_that_is_not_there_is_refused_before_training():
         controlled(lam="nowhere=1/N")
 
 
+def test_what_a_run_asks_for_is_remembered_until_something_else_opens_gates():
+    model, one = controlled(budget={"params": 0.5, "macs": 0.6})
+    gates = l0prune.gates(model)
+    assert gates.asked == ("params=0.5", "macs=0.6")
+    one.fit()
+    assert gates.asked == ("params=0.5", "macs=0.6")
+    gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
+    assert gates.asked == ()
+
+
 def test_the_factor_scales_lambda_and_not_the_l2_term():
     model, one = controlled(lam=0.01, l2=0.5)
     whole, count = penalty(model, 0.01, l2=0.5), penalty(model, 0.01)

@@ -11,7 +11,7 @@ from small_task import clouds, data, differing, gated, tensors
 from torch import nn
 
 import l0prune
-from l0prune.errors import Interrupted, UsageError
+from l0prune.errors import Interrupted, L0pruneWarning, UsageError
 from l0prune.running.batches import call
 from l0prune.training.distillation import Teacher
 from l0prune.training.doctor import diverged
@@ -20,6 +20,29 @@ from l0prune.training.standing import Standing
 
 RUN = {"learn": "gates", "budget": "macs=0.5", "batch_size": 30, "progress": False, "gate_lr": 0.1}
 GATES = ["l0prune_gates.log_alpha"]
+
+
+def test_frozen_weights_are_reported_where_they_were_to_learn(model):
+    """Also in a loop of the user's own; not with learn="gates", nor where one weight learns."""
+    model.requires_grad_(False)
+    l0prune.gates(model).log_alpha.requires_grad_(True)
+    before = tensors(model)
+    with pytest.warns(L0pruneWarning, match=r"all weights .* frozen .*learn='gates'"):
+        l0prune.finetune(model, data(), epochs=1, **{**RUN, "learn": True})
+    assert {"0.weight", "0.bias", "4.weight", "4.bias"}.isdisjoint(
+        differing(before, tensors(model))
+    )
+    said = []
+    for options in ({}, {"learn": "gates"}):
+        pruner = l0prune.Pruner(model, lam=0.01, steps=4, say=said.append, **options)
+        F.cross_entropy(model(torch.randn(4, 6)), torch.arange(4) % 3).backward()
+        pruner.before_step()
+        pruner.finish() if options else pruner.release_gates()
+    assert [text.partition(" (")[0] for text in said if "frozen" in text] == [
+        "all weights of this model are frozen"
+    ]
+    model[4].bias.requires_grad_(True)
+    l0prune.finetune(model, data(), epochs=1, **{**RUN, "learn": True})
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ Outputs are named by their keys or fields, else by their positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -15,12 +17,13 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
+from l0prune.capture.last_place import RUNS, moved
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
-from l0prune.exporting.certify.lending import read_of
+from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
@@ -64,6 +67,61 @@ def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
             yield from _paths(value, (*path, key))
 
 
+class Rounding:
+    """Float32 rounding of a model, or of its submodule at ``path``; measured on first access.
+
+    Args:
+        model: by its own exact answer, so that a fault of the model does not count as rounding.
+        inputs: of the model, or of the submodule.
+        exact: dtype of the exact answer.
+        path: of the submodule.
+        scales: largest values of the outputs (``common_scales``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        exact: torch.dtype = torch.float64,
+        path: str = "",
+        scales: Sequence[float] = (),
+    ) -> None:
+        self._model, self._inputs, self._exact = model, inputs, exact
+        self._path, self._scales = path, scales
+
+    @cached_property
+    @stage("measuring how much float32 rounds")
+    def errors(self) -> list[float]:
+        """Error of each output tensor in float32, with weights and inputs moved at random by one
+        unit in the last place: the largest of a few runs. Empty where the model does not run so.
+        """
+        try:
+            exact = self._run(self._exact)
+            found = [
+                differences(exact, self._run(torch.float32, _SEEDS * (run + 1)), self._scales)
+                for run in range(RUNS)
+            ]
+        except CertificateError:
+            return []
+        return [max(of) for of in zip(*found, strict=True)]
+
+    def _run(self, dtype: torch.dtype, seed: int | None = None) -> list[Any]:
+        again, given = lent(self._model, dtype), self._inputs
+        if seed is not None:
+            move_values(again, seed)
+            seeds = count(-seed, -1)
+
+            def near(leaf: Any) -> Any:
+                is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+                return moved(leaf, next(seeds)) if is_float else leaf
+
+            given = pytree.tree_map(near, given)
+        output = output_of(again.get_submodule(self._path), given, dtype)
+        return [x.clone() if isinstance(x, Tensor) else x for x in comparable(output)]
+
+
+_SEEDS = 1_000_003  # more than a model has parameters
+
 BOTH = (torch.float64, torch.float32)
 Verify = Literal["float64", "float32"]
 
@@ -81,6 +139,7 @@ class Answer:
         scales: the largest value of each tensor over all inputs run together.
         whose: of the ``gated`` model, or of the ``module`` that the user gets.
         dtypes: in which the model was run.
+        measured: the rounding of its output tensors in float32; empty if it cannot be measured.
     """
 
     inputs: Inputs
@@ -91,6 +150,7 @@ class Answer:
     scales: tuple[float, ...] = ()
     whose: Literal["gated", "module"] = "gated"
     dtypes: Sequence[torch.dtype] = BOTH
+    measured: Callable[[], Sequence[float]] = tuple
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """Return the output in one of the ``dtypes``."""
@@ -99,10 +159,20 @@ class Answer:
         assert self.single is not None
         return self.single
 
+    @cached_property
+    def roundings(self) -> list[float]:
+        """Error of each output tensor in float32 by rounding alone, in one run."""
+        return differences(self.exact, self.at(torch.float32), self.scales)
+
     @property
     def rounding(self) -> float:
-        """Error of the model in float32 by rounding alone."""
-        return largest(differences(self.exact, self.at(torch.float32), self.scales))
+        """The largest of ``roundings``."""
+        return largest(self.roundings)
+
+    def measured_on(self, model: nn.Module, path: str = "") -> Answer:
+        """Return the answer with a model, or its submodule, on which rounding is measured."""
+        rounding = Rounding(model, self.inputs, self.dtypes[0], path, self.scales)
+        return replace(self, measured=lambda: rounding.errors)
 
     def of_tensors(self) -> Answer:
         """Return the answer with tensors only, without numbers."""
@@ -132,7 +202,7 @@ def answers_of(
         single = exact if len(dtypes) == 1 else _outputs(model, inputs, torch.float32, path)[0]
     scales = common_scales(exact)
     return tuple(
-        Answer(given, a, b, read, tuple(called), scales, whose, dtypes)
+        Answer(given, a, b, read, tuple(called), scales, whose, dtypes).measured_on(model, path)
         for given, a, b, called in zip(inputs, exact, single, names, strict=True)
     )
 
@@ -179,7 +249,7 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
     Successive calls draw the same random numbers, if any.
     """
-    with torch.no_grad(), same_draws(model), _exact_products():
+    with Borrowing(), torch.no_grad(), same_draws(model), _exact_products():
         return call(lent(model), cast(given, None, device_of(model)))
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from l0prune.capture.compat import TorchDispatchMode, pytree
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import Model, copied
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
-from l0prune.exporting.certify.lending import Lent, borrowed, move, settle
+from l0prune.exporting.certify.lending import Borrowing, Lent, borrowed, move, settle
 
 _OWN = "l0prune_dtypes"  # key in a graph's meta: the captured model's ``Dtypes``
 CPU = torch.device("cpu")
@@ -305,20 +305,13 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
 }
 
 
-class InOneDtype(TorchDispatchMode):
+class InOneDtype(Borrowing):
     """Context in which operators that are given a less precise float dtype use this one.
 
     Many networks cast inside: to float32 before a norm, to bfloat16 under ``torch.autocast``. The
     rounding of those casts would hide an error of the cut in a comparison; and with weights in
     this dtype, an operator would get inputs of two dtypes.
     """
-
-    supports_higher_order_operators = True  # torch.cond works as without this mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile run inside, which ``flex_attention`` requires."""
-        return True
 
     def __init__(self, dtype: torch.dtype) -> None:
         """``dtype`` is float64 or float32."""
@@ -356,4 +349,4 @@ class InOneDtype(TorchDispatchMode):
         if kwargs.get("dtype") in self._lifted:
             kwargs["dtype"] = self._lifted[kwargs["dtype"]]
         operator = in_float64(func) if self._dtype == torch.float64 else func
-        return operator(*args, **kwargs)
+        return super().__torch_dispatch__(operator, types, args, kwargs)

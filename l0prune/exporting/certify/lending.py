@@ -7,13 +7,23 @@ the same way. While a network runs in float64, never more than one layer of it i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import no_torch_function, pytree, schema_of, shell
+from l0prune.capture.compat import (
+    OpOverload,
+    TorchDispatchMode,
+    no_torch_function,
+    pytree,
+    schema_of,
+    shell,
+)
+from l0prune.capture.last_place import moved
 
 Fold = Callable[[Tensor], Tensor]
 _DETACH = torch.ops.aten.detach.default
@@ -100,12 +110,90 @@ class Lent(Tensor):
         writes = schema_of(func).is_mutable
 
         def values(leaf: Lent) -> Tensor:
-            return leaf.loan.written() if writes else leaf.loan.read()
+            return leaf.loan.written() if writes else _value(leaf)
 
         plain_args, plain_kwargs = pytree.tree_map_only(Lent, values, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         is_first = bool(args) and isinstance(args[0], Lent) and result is plain_args[0]
         return args[0] if is_first else result
+
+
+def _value(lent: Lent) -> Tensor:
+    return lent.loan.read()
+
+
+_LOOPS = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
+
+
+class Borrowing(TorchDispatchMode):
+    """Context in which control flow and compiled functions take lent tensors.
+
+    ``torch.cond``, ``while_loop`` and ``scan`` know no subclass of tensors: they get the values,
+    and their branches run under this mode, too. torch.compile cannot trace lent tensors: what is
+    compiled runs as it is written.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._branches = 0  # that are running, one in another
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile run inside, which ``flex_attention`` requires."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._stance = torch.compiler.set_stance("force_eager")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stance.__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator; one that calls functions gets plain tensors."""
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            args, kwargs = pytree.tree_map_only(Lent, _value, (args, kwargs))
+        elif self._branches:  # autograd, which splits operators outside, is off in a branch
+            with self._again():
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if getattr(func, "__name__", "") in _LOOPS:
+            args = tuple(self._inside(each) if callable(each) else each for each in args)
+        return func(*args, **kwargs)
+
+    def _inside(self, branch: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the branch of an operator as a function that runs under this mode."""
+
+        def run(*args: Any) -> Any:
+            self._branches += 1
+            try:
+                with self._again():
+                    return branch(*args)
+            finally:
+                self._branches -= 1
+
+        return run
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Context in which the mode acts while it handles an operator."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
 
 def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
@@ -160,6 +248,19 @@ def _replace(module: nn.Module, make: Callable[[Lent], Tensor]) -> None:
                 if id(old) not in made:
                     made[id(old)] = _as_parameter(make(old), old)
                 part._parameters[name] = made[id(old)]
+
+
+def move_values(module: nn.Module, seed: int) -> None:
+    """Move a module's lent values by one unit in the last place of float32, in place."""
+    seeds = count(seed)
+
+    def near(old: Lent) -> Tensor:
+        loan, own_seed = old.loan.given(old.dtype), next(seeds)
+        fold = loan.fold or (lambda values: values)
+        loan.fold = lambda values: moved(fold(values), own_seed).double()
+        return Lent(loan)
+
+    _replace(module, near)
 
 
 def read_of(borrower: nn.Module) -> frozenset[str]:

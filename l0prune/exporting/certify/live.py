@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.copying import class_forwards, copied
 from l0prune.capture.example_inputs import call
-from l0prune.capture.kept_state import restore_attributes
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs
+from l0prune.capture.undisturbed import undisturbed
 from l0prune.errors import UsageError, in_a_line
 from l0prune.exporting.certify.difference import difference
 from l0prune.running.device import device_of
@@ -96,7 +96,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     kept = _BeforeWrites([*model.parameters(), *model.buffers()])
     stance = torch.compiler.set_stance("force_eager")
     try:
-        with restore_attributes(model), class_forwards(model), evaluating(model), stance, kept:
+        with undisturbed(model), class_forwards(model), evaluating(model), stance, kept:
             yield
     finally:
         with torch.no_grad():

@@ -87,7 +87,8 @@ def _mixture(model: nn.Module, router: Router) -> Mixture | None:
     ]
     holders = dict.fromkeys(name.rpartition(".")[0] for name in stacked)
     holder = next(iter(holders), "")
-    return Mixture(router, path, tuple(dict.fromkeys([*rows, *stacked])), tuple(lists), holder)
+    rows = list(dict.fromkeys([*rows, *router.beside, *stacked]))
+    return Mixture(router, path, tuple(rows), tuple(lists), holder)
 
 
 def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
@@ -105,8 +106,8 @@ def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
 def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
     """Return the parameters of one expert, and those of the router per expert."""
     own = {name: tensor for name, tensor in model.named_parameters() if name in mixture.rows}
-    owner = mixture.router.name.rpartition(".")[0]
-    by_router = [t for name, t in own.items() if name.rpartition(".")[0] == owner]
+    owner, beside = mixture.router.name.rpartition(".")[0], mixture.router.beside
+    by_router = [t for n, t in own.items() if n.rpartition(".")[0] == owner or n in beside]
     router = sum(tensor[0].numel() for tensor in by_router)
     stacked = sum(tensor[0].numel() for tensor in own.values()) - router
     lists: list[Any] = [model.get_submodule(path) for path in mixture.lists]

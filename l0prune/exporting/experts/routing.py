@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from l0prune.capture.compat import pytree
+from l0prune.files.cut_layers import tensors_held
 
 _TOPK = (torch.topk, Tensor.topk)
 _PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.addmm)
@@ -33,6 +34,8 @@ class Router:
         chosen: number of experts that an input gets.
         groups: number of equal groups of experts that are chosen first; 1 without such a choice.
         within: number of best experts of a group that count for that choice.
+        beside: names of other tensors with a number for each expert that change the scores, such
+            as a bias that another module holds.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Router:
     chosen: int
     groups: int = 1
     within: int = 1
+    beside: tuple[str, ...] = ()
 
 
 class Routing(TorchFunctionMode):
@@ -63,10 +67,15 @@ class Routing(TorchFunctionMode):
         self._weights: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._scores: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._rows: dict[str, int] = {}
+        self._numbers: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self._beside: dict[str, dict[str, None]] = {}
         for name, parameter in model.named_parameters():
             if parameter.dim() and (closed is None or name in closed):
                 self._weights[parameter] = name
                 self._rows[name] = parameter.shape[0]
+        for name, tensor in tensors_held(model).items():
+            if tensor.dim() == 1:
+                self._numbers[tensor] = name
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -80,6 +89,9 @@ class Routing(TorchFunctionMode):
             return result
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         names = [self._weights[each] for each in given if each in self._weights]
+        numbers = [self._numbers[each] for each in given if each in self._numbers]
+        if len(given) == 1 and numbers and result.shape[-1:] == given[0].shape[-1:]:
+            self._numbers[result] = numbers[0]
         if function in _PRODUCTS:
             name = next((n for n in names if self._rows[n] == result.shape[-1]), None)
             return result if name is None else self._scored(name, result)
@@ -100,6 +112,11 @@ class Routing(TorchFunctionMode):
         name = next((self._scores[each] for each in given if each in self._scores), None)
         if name and result.is_floating_point() and _groups(result, self._rows[name]):
             self._scores[result] = name
+            self._beside.setdefault(name, {}).update(
+                (self._numbers[each], None)
+                for each in given
+                if each in self._numbers and each.shape[-1] == self._rows[name]
+            )
 
     def _compared(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``topk`` with closed experts at -inf; record the router and the loads."""
@@ -118,7 +135,8 @@ class Routing(TorchFunctionMode):
         if groups > 1:
             self.found[name] = replace(known, groups=groups, within=int(given["k"]))
         else:
-            self.found[name] = replace(known, chosen=int(given["k"]))
+            beside = tuple(self._beside.get(name, {}))
+            self.found[name] = replace(known, chosen=int(given["k"]), beside=beside)
             load = result[1].flatten().bincount(minlength=known.experts)
             self.loads[name] = self.loads.get(name, 0) + load
         return result

@@ -83,14 +83,6 @@ def rows_in(feeds: Sequence[Feed], piece: ExportedPart) -> int:
     return sum(len(np.atleast_1d([*feed.values()][place])) for feed in feeds)
 
 
-def first_row(feed: Feed, piece: ExportedPart) -> Feed:
-    """Return the first example of a feed where the batch is free, else the whole feed."""
-    if not piece.dynamic or 1 not in piece.batches:
-        return feed
-    named = zip(feed.items(), piece.sizes, strict=True)
-    return {name: x[:1] if dims.get(0) == "batch" else x for (name, x), dims in named}
-
-
 def is_source(given: Any) -> bool:
     """Return whether this is data with targets, as ``finetune`` takes it, and not inputs alone.
 

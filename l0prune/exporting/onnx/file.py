@@ -22,6 +22,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
 from l0prune.capture.compat import one_onnx_registry, pytree
+from l0prune.capture.sizes import Inputs
+from l0prune.capture.symbolic import inputs_of
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names
@@ -34,7 +36,9 @@ from l0prune.exporting.onnx.operators import (
     written_as_products,
     written_out,
 )
+from l0prune.exporting.onnx.shared import share_transposed
 from l0prune.exporting.slicing.tensors import SMALLEST
+from l0prune.exporting.state import check_stateless, state_of, with_state
 from l0prune.files.onnx_network import Origin
 from l0prune.files.onnx_session import session_of
 from l0prune.running.stages import stage
@@ -179,7 +183,8 @@ def write_runnable(
         L0pruneError: torch's exporter has no translation, or not in this opset, or ONNX Runtime
             does not take it.
     """
-    translate = partial(to_onnx, program, data, sizes=sizes, opset=opset, apart=apart)
+    whole = with_state(program)
+    translate = partial(to_onnx, whole, data, sizes=sizes, opset=opset, apart=apart)
     _write(_named_as(program, translate(), sizes, source), path)
     try:
         return Session(str(path))
@@ -196,18 +201,23 @@ def _named_as(
     sizes: Sequence[Mapping[int, str]],
     source: Origin | None,
 ) -> onnx.ModelProto:
-    names = output_names(program) if source is None else source.outputs
-    inputs = _own_names(program, model) if source is None else source.inputs
-    rename(model, names, sizes, inputs)
+    state = [*state_of(program)]  # the last inputs and outputs
+    given, made = (
+        [each.name for each in values][: len(values) - len(state)]
+        for values in (model.graph.input, model.graph.output)
+    )
+    names = output_names(program) or made if source is None else source.outputs
+    inputs = _own_names(program, given) if source is None else source.inputs
+    rename(model, [*names, *state], sizes, [*inputs, *state])
     return model
 
 
-def _own_names(program: ExportedProgram, model: onnx.ModelProto) -> Sequence[str]:
-    """Return the forward's argument names if the inputs are ``args_0`` and so on; else none."""
+def _own_names(program: ExportedProgram, given: Sequence[str]) -> Sequence[str]:
+    """Return the forward's argument names if the inputs are ``args_0`` and so on; else those."""
     signature = program.module_call_graph[0].signature
     names = (signature and signature.forward_arg_names) or ()
-    is_numbered = all(re.fullmatch(r"args_\d+", each.name) for each in model.graph.input)
-    return names if is_numbered else ()
+    is_numbered = all(re.fullmatch(r"args_\d+", name) for name in given)
+    return names if is_numbered and len(names) == len(given) else given
 
 
 def _write(model: onnx.ModelProto, path: Path) -> None:
@@ -227,9 +237,13 @@ def to_onnx(
 
     Arguments and errors are those of ``write_runnable``. The weights are written to ``data`` if
     they are too large for one file, or ``apart`` is set.
+
+    Raises:
+        CertificateError: the program keeps values from one call to the next.
     """
     import onnx_ir
 
+    check_stateless(program, "file", "")
     program = without_checks(_with_tensors_only(program))
     is_older = opset is not None and opset < FIRST_OF_PRESENT
     export = partial(_exported, opset=opset, sizes=sizes, optimize=optimize)
@@ -250,6 +264,7 @@ def to_onnx(
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
     arrange_weights(made)
+    share_transposed(made)
     flush_weights(made)
     if data is not None and (apart or is_large(made)):
         move_out(made, data)
@@ -321,6 +336,17 @@ class Session:
             values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
             feed = dict(zip(self._names, values, strict=True))
             return [torch.from_numpy(np.asarray(out)) for out in self._session.run(None, feed)]
+
+
+def outputs_of(program: ExportedProgram, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of a program in float32 that ONNX Runtime runs.
+
+    Raises:
+        L0pruneError: as ``write_runnable``.
+    """
+    session = Session(to_onnx(program).SerializeToString())
+    pairs = zip(inputs_of(program), pytree.tree_leaves(inputs), strict=True)
+    return session([leaf for value, leaf in pairs if isinstance(value, Tensor)])
 
 
 @contextlib.contextmanager

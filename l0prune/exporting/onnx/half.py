@@ -27,7 +27,7 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import rename_values
 from l0prune.exporting.onnx.int8_search import Differences, Outputs, as_texts, differences
 from l0prune.exporting.onnx.older import LARGEST, move_out
-from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.times import Times, as_text, times_beside
 from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.onnx_session import session_of
@@ -37,7 +37,6 @@ _FIRST_OF_BFLOAT16 = 22  # opset; before it convolutions do not take bfloat16
 _TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _LARGE = 0.1  # errors above this give a warning
-_SECONDS = 1.0  # of all turns
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class Half:
         too_large: weights beyond the range of float16, which are clipped to it.
         bytes: of the file, weights included, and of the one in float32.
         times: of the two files in turns; ``dense`` are those of the one in float32. None where
-            ONNX Runtime has no such operators for this processor.
+            ONNX Runtime has no such operators for this processor, or nothing was to be timed.
+        beside_dense: of the dense network's file in float32 and of this one; None if unknown.
+        is_run: whether ONNX Runtime has its operators for this processor.
     """
 
     dtype: str
@@ -63,6 +64,8 @@ class Half:
     too_large: tuple[str, ...]
     bytes: tuple[int, int]
     times: Times | None
+    beside_dense: Times | None = None
+    is_run: bool = True
 
     @property
     def warnings(self) -> list[str]:
@@ -85,8 +88,10 @@ class Half:
     def __str__(self) -> str:
         parts = as_texts(self.errors, self.agreement)
         size = f"{self.bytes[0] / max(1, self.bytes[1]):.0%} of the bytes"
-        time = "not run: ONNX Runtime has no such operators for this processor"
-        return f"{'; '.join(parts)} ({self.compared} examples); {size}; {self.times or time}"
+        times = as_text(self.times, self.beside_dense) or "not timed"
+        if not self.is_run:
+            times = "not run: ONNX Runtime has no such operators for this processor"
+        return f"{'; '.join(parts)} ({self.compared} examples); {size}; {times}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
@@ -149,6 +154,12 @@ def write_half(
         target.write_bytes(onnx_ir.to_proto(converted).SerializeToString())
     with stage(f"comparing the file in {dtype} with the one in float32"):
         errors, agreement = _differences(single, dtype, proven.piece)
+    is_run = _is_run(target, proven.threads)
+    times, beside_dense = None, None
+    if is_run and proven.is_timed:
+        with stage("timing the file in 16 bits beside the one in float32"):
+            found = (target, proven.path, proven.dense, proven.piece, proven.threads)
+            times, beside_dense = times_beside(*found)
     about_it = Half(
         dtype=dtype,
         errors=errors,
@@ -156,7 +167,9 @@ def write_half(
         compared=sum(examples_in(answer.inputs) for answer in proven.piece.answers),
         too_large=tuple(too_large),
         bytes=(made.ByteSize(), single.ByteSize()),
-        times=_times(proven, target),
+        times=times,
+        beside_dense=beside_dense,
+        is_run=is_run,
     )
     proven.describe(target, **{dtype: json.dumps(about_it.to_dict())})
     return about_it
@@ -302,40 +315,21 @@ def _rounded_array(array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, A
     return array.astype(_NUMPY[dtype]).astype(array.dtype) if array.dtype == np.float32 else array
 
 
-def _times(proven: InFloat32, target: Path) -> Times | None:
-    """Time both files in turns; None where ONNX Runtime lacks operators in 16 bits.
+def _is_run(target: Path, threads: int) -> bool:
+    """Return whether ONNX Runtime has a file's operators in 16 bits for this processor.
 
     Raises:
-        L0pruneError: ONNX Runtime rejects the file in 16 bits.
+        L0pruneError: ONNX Runtime rejects the file for another reason.
     """
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoOperator
 
     try:
-        found = collect.Network(target, proven.threads, collect.CPU)
+        collect.Network(target, threads, collect.CPU)
     except NoOperator:
-        return None
+        return False
     except Exception as error:  # of ONNX Runtime's classes
         raise L0pruneError(
             f"ONNX Runtime cannot run the file in 16 bits, so it was not written: "
             f"{first_line(error)}. The one in float32 is fine: leave dtype out"
         ) from error
-    network = collect.Network(proven.path, proven.threads, collect.CPU)
-    piece = proven.piece
-    answer = min(piece.answers, key=lambda each: examples_in(each.inputs))
-    leaves = piece.read(cast(answer.inputs, torch.float32))
-    arrays = [torch.as_tensor(leaf).numpy() for leaf in leaves]
-    half = {"tensor(float16)": np.float16}
-    feeds = [
-        {
-            each.name: array.astype(half.get(each.type, array.dtype))
-            for each, array in zip(one.session.get_inputs(), arrays, strict=True)
-        }
-        for one in (found, network)
-    ]
-    with stage("timing the file in 16 bits beside the one in float32"):
-        turns = collect.turns(
-            lambda times: found.median(feeds[0], times),
-            lambda times: network.median(feeds[1], times),
-            _SECONDS,
-        )
-    return Times.of(turns, proven.threads, examples_in(answer.inputs))
+    return True

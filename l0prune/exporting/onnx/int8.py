@@ -20,7 +20,7 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, is_source, rows_in
+from l0prune.exporting.onnx.calibration import divided, feeds_of, is_source, rows_in
 from l0prune.exporting.onnx.int8_search import (
     Comparison,
     Differences,
@@ -35,7 +35,7 @@ from l0prune.exporting.onnx.quantizer import (
     Quantizer,
     has_dot_products,
 )
-from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.times import Times, as_text, times_beside
 from l0prune.exporting.onnx.trained import quantized
 from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.opened import OnnxFile
@@ -51,7 +51,6 @@ _FASTER = 1.02  # less is no gain
 _LARGE = 0.1  # errors above this give a warning
 _TESTED = 2000  # test examples at most
 _TOGETHER = 50  # of these in a batch
-_SECONDS = 1.0  # of all turns
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Int8:
         kept: operators and layers that stay in float32 since eight bits cost most there.
         costly: the layers that cost most, with the error that each alone makes; empty where the
             whole error is small.
-        times: of the two files in turns; ``dense`` are those of the one in float32.
+        times: of the two files in turns; ``dense`` are those of the one in float32. None if
+            nothing was to be timed.
+        beside_dense: of the dense network's file in float32 and of this one; None if unknown.
         metrics: loss and metric on test data, of the file in float32 and in int8.
         tested: test examples.
         has_vnni: whether the processor multiplies and adds bytes in one instruction.
@@ -86,12 +87,13 @@ class Int8:
     agreement: Mapping[str, float]
     kept: tuple[str, ...]
     costly: tuple[tuple[str, float], ...]
-    times: Times
+    times: Times | None
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     tested: int = 0
     has_vnni: bool = True
     bits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     compensated: tuple[float, float] | None = None
+    beside_dense: Times | None = None
 
     @property
     def is_compensated(self) -> bool:
@@ -102,7 +104,7 @@ class Int8:
     def warnings(self) -> list[str]:
         """Return warnings about speed and errors of the file; empty if there are none."""
         found = []
-        if self.times.share * _FASTER > 1:
+        if self.times is not None and self.times.share * _FASTER > 1:
             found.append(
                 f"the int8 file is not faster than the one in float32: {self.times}. The usual "
                 "cause is narrow layers, or operators that ONNX Runtime has in float32 only: serve "
@@ -132,7 +134,8 @@ class Int8:
         parts += [f"bits of weights/inputs {bits}"] if bits else []
         if self.compensated is not None and self.is_compensated:
             parts += [f"rounding compensated ({self.compensated[0]:.2%} without)"]
-        return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {self.times}"
+        times = as_text(self.times, self.beside_dense) or "not timed"
+        return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {times}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
@@ -204,9 +207,10 @@ def write_int8(
         target.write_bytes(made.SerializeToString())
         found = collect.Network(target, threads, collect.CPU)
         errors, agreement = comparison.with_outputs(comparison.outputs(found))
-        one = first_row(unseen[0], piece)
-        with stage("timing the int8 file beside the one in float32"):
-            turns = collect.networks_turns(found, network, one, _SECONDS)
+        times, beside_dense = None, None
+        if proven.is_timed:
+            with stage("timing the int8 file beside the one in float32"):
+                times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
     metrics, tested = _metrics((path, target), given, piece)
     about_it = Int8(
         method=method,
@@ -216,7 +220,8 @@ def write_int8(
         agreement=agreement,
         kept=tuple(search.kept) if search else (),
         costly=tuple(search.costly) if search else (),
-        times=Times.of(turns, threads, rows_in([one], piece)),
+        times=times,
+        beside_dense=beside_dense,
         metrics=metrics,
         tested=tested,
         has_vnni=has_dot_products(),

@@ -12,6 +12,7 @@ from torch import Tensor
 from l0prune.errors import first_line, warn
 from l0prune.exporting.certify.certificate import Check, compare_file
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.state import Carrying
 from l0prune.running.stages import stage
 
 
@@ -25,9 +26,8 @@ def tried_elsewhere(path: Path, piece: ExportedPart) -> list[Check]:
         return []
     try:
         with stage("trying the ONNX file in OpenVINO"):
-            checks = compare_file(
-                "openvino", piece.answers[:1], _OpenVino(path), piece.path, piece.read
-            )
+            run = Carrying(_OpenVino(path), piece.state)
+            checks = compare_file("openvino", piece.answers[:1], run, piece.path, piece.read)
     except Exception as error:  # of OpenVINO's classes
         warn(f"OpenVINO, which is installed here, cannot run this file: {first_line(error)}")
         return []

@@ -1,10 +1,13 @@
-"""Times of an ONNX file and of the dense network's, taken in turns by ONNX Runtime."""
+"""Times of ONNX files beside the dense network's, taken in turns by ONNX Runtime."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.exporting.network import copies_of
+from l0prune.capture.copying import copied
+from l0prune.errors import L0pruneError
+from l0prune.exporting.certify.dtypes import CPU, cast, placed
+from l0prune.exporting.network import Network
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import write_runnable
 from l0prune.exporting.own_class.replacement import class_programs
-from l0prune.gating.attaching import holder
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.plan.cost import cost_of
 from l0prune.running.stages import stage
 
-_SECONDS = 1.0  # of all turns
+_SECONDS = 1.5  # of all turns, about
+_FEWEST = 3  # turns, of networks that take long
+_SLOW = 100  # milliseconds of a call, from which on a turn is one call
+_LARGEST = 2 << 30  # bytes of a dense network's weights in float32, if it is to be written again
+_NOISE = 0.01  # of biases and factors around 1
 _DENSE, _DATA = "dense.onnx", "dense.onnx.data"
+
+Given = Sequence[np.ndarray[Any, Any]]
+"""Inputs of one call of a file, in order."""
+
+Feed = dict[str, np.ndarray[Any, Any]]
+"""The same by name."""
 
 
 @dataclass(frozen=True)
@@ -78,72 +95,202 @@ class Times:
         return collect.spread(self.small, self.dense)
 
     @property
-    def warning(self) -> str:
-        """Warning that no time was gained; empty where some was."""
-        if self.share < 1:
-            return ""
+    def setting(self) -> str:
+        """Threads, batch, runtime and processor of the timing."""
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return f"{threads}, batch {self.batch}, {self.runtime}, {self.processor}"
+
+    @property
+    def pace(self) -> str:
+        """Milliseconds before and after, the ratio, and the spread of the turns."""
         return (
-            f"the file is not faster than the dense network's: {self}. The usual cause is widths "
-            "that the runtime has no fast path for: give a budget in latency (`l0prune measure` "
-            "makes the table for it), or widths in multiples of 16 (round_to)"
+            f"{self.before:.3g} → {self.after:.3g} ms ({1 / self.share:.2f} times as fast; half of "
+            f"the turns within {self.spread:.0%})"
         )
 
     def __str__(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        return (
-            f"{self.before:.3g} → {self.after:.3g} ms ({1 / self.share:.2f} times as fast; half of "
-            f"the turns within {self.spread:.0%}), {threads}, batch {self.batch}, {self.runtime}, "
-            f"{self.processor}"
-        )
+        return f"{self.pace}, {self.setting}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the times as plain data."""
         return asdict(self)
 
 
-def times_of(
-    model: nn.Module,
-    path: Path,
-    inputs: Sequence[Any],
-    sizes: Sequence[Mapping[int, str]],
-    threads: int,
-    opset: int | None = None,
-) -> Times:
-    """Time a file beside that of the dense network, which is written temporarily.
+class DenseNetwork:
+    """Dense network whose file others are timed beside; without the values of its weights.
+
+    Time does not depend on values, so that it costs no memory while nothing is timed.
+
+    Attributes:
+        macs: multiply-accumulates of one example.
+        bytes: of its weights in float32.
+    """
+
+    def __init__(self, network: Network) -> None:
+        parameters = [p for p in network.plain.parameters() if type(p) is nn.Parameter]
+        self.macs = cost_of(network.plan).dense("macs")
+        self.bytes = 4 * sum(p.numel() for p in parameters)
+        self._dtypes, self._free = network.dtypes, network.free
+        self._example = cast(network.example, None)
+        hollow = {id(p): _parameter(torch.empty_like(p, device="meta"), p) for p in parameters}
+        self._module = copied(network.plain, hollow)
+        self._folder: Path | None = None
+        self._written: tuple[Any, ...] = ()
+
+    def check_size(self) -> None:
+        """Raise L0pruneError for a network that is too large to be written a second time.
+
+        Raises:
+            L0pruneError: its weights are larger than 2 GB.
+        """
+        if self.bytes > _LARGEST:
+            raise L0pruneError(
+                f"the dense network has {self.bytes / 2**30:.1f} GB of weights in float32, which "
+                "are not written a second time for that: give the gated model (beside=model) if "
+                "they may be"
+            )
+
+    def file(self, sizes: Sequence[Mapping[int, str]], opset: int | None) -> Path:
+        """Return the path of its file, which is written once and deleted with this object.
+
+        Args:
+            sizes: for each input the names of its free dims.
+            opset: of the file; None for the exporter's own choice.
+
+        Raises:
+            L0pruneError: it cannot be written.
+        """
+        asked = opset, list(map(dict, sizes))
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        path = self._folder / _DENSE
+        if self._written != asked:
+            with stage("writing the dense network, to time it"):
+                seeded = torch.Generator().manual_seed(0)
+                hollow = [p for p in self._module.parameters() if p.is_meta]
+                self._written = ()
+                filled = {id(p): _filled(p, seeded) for p in hollow}
+                module = placed(copied(self._module, filled), CPU)
+                _, single = class_programs(module, self._dtypes, self._example, self._free)
+                write_runnable(single, path, self._folder / _DATA, sizes, opset)
+            self._written = asked
+        return path
+
+
+def _parameter(values: Tensor, like: nn.Parameter) -> nn.Parameter:
+    result = nn.Parameter(values, like.requires_grad)
+    vars(result).update(vars(like))
+    return result
+
+
+def _filled(hollow: nn.Parameter, seeded: torch.Generator) -> nn.Parameter:
+    """Return a parameter with numbers that keep activations about as large as they are.
+
+    Subnormal numbers would be slow, and the exporter writes equal weights once.
+    """
+    values = torch.randn(hollow.shape, generator=seeded)
+    if hollow.dim() > 1:
+        values /= max(1, hollow.numel() // max(1, len(hollow))) ** 0.5
+    else:
+        values = values * _NOISE + 1
+    return _parameter(values.to(hollow.dtype), hollow)
+
+
+def in_turns(
+    networks: Mapping[str, Callable[[int], float]], seconds: float
+) -> dict[str, list[float]]:
+    """Return medians in milliseconds of networks that take turns for about ``seconds``.
 
     Args:
-        model: gated; with all gates open it is the dense network.
-        path: of the file.
-        inputs: an example of what it reads, in order.
-        sizes: for each of these the names of its free dims.
-        threads: that a call may use.
-        opset: of the file of the dense network; None for the exporter's own choice.
+        networks: by name a function from a number of runs to their median.
+        seconds: of all turns of all networks; there are three at least.
     """
-    gated, _ = holder(model)
-    with tempfile.TemporaryDirectory() as folder, stage("timing the file beside the dense one"):
-        dense = Path(folder) / _DENSE
-        network = copies_of(gated)
-        _, single = class_programs(network.plain, network.dtypes, network.example, network.free)
-        write_runnable(single, dense, Path(folder) / _DATA, sizes, opset)
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
-        networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]
-        given, batch = _one(inputs, sizes)
-        names = [each.name for each in networks[0].session.get_inputs()]
-        turns = collect.networks_turns(
-            networks[0], networks[1], dict(zip(names, given, strict=True)), _SECONDS
-        )
+    ms = {name: each(1) for name, each in networks.items()}
+    ms |= {name: networks[name](1) for name, first in ms.items() if first < _SLOW}
+    calls = {name: 1 if each >= _SLOW else collect.runs(each) for name, each in ms.items()}
+    turn = sum(ms[name] * (count + 1) for name, count in calls.items())
+    found: dict[str, list[float]] = {name: [] for name in networks}
+    for _ in range(max(_FEWEST, round(seconds * 1e3 / turn))):
+        for name, each in networks.items():
+            if ms[name] < _SLOW:
+                each(1)  # the caches were another network's
+            found[name].append(each(calls[name]))
+    return found
+
+
+def as_text(times: Times | None, beside_dense: Times | None) -> str:
+    """Return the times of a file of fewer bits beside the one in float32; empty if unknown."""
+    if times is None:
+        return ""
+    dense = f"; beside the dense network in float32 {beside_dense.pace}" if beside_dense else ""
+    return f"{times}{dense}"
+
+
+def feed_of(network: collect.Network, given: Given) -> Feed:
+    """Return the inputs of one call by the names of a file, and in 16 bits where it takes these."""
+    of_file = network.session.get_inputs()
+    return {
+        each.name: array.astype(np.float16) if each.type == "tensor(float16)" else array
+        for each, array in zip(of_file, given, strict=True)
+    }
+
+
+def turns_of(networks: Mapping[str, collect.Network], given: Given) -> dict[str, list[float]]:
+    """Return the times of files that take turns on the same inputs; see ``in_turns``."""
+    medians = {name: partial(each.median, feed_of(each, given)) for name, each in networks.items()}
+    return in_turns(medians, _SECONDS)
+
+
+def times_of(path: Path, dense: Path, given: Given, threads: int, batch: int) -> Times:
+    """Time a file beside that of the dense network.
+
+    Args:
+        path: of the file.
+        dense: of the dense network's file.
+        given: inputs of a call, in order.
+        threads: that a call may use.
+        batch: examples in the call.
+    """
+    files = {"dense": dense, "own": path}
+    with stage("timing the file beside the dense one"):
+        networks = {
+            name: collect.Network(each, threads, collect.CPU) for name, each in files.items()
+        }
+        turns = turns_of(networks, given)
+    size = sum(file.stat().st_size for file in dense.parent.iterdir())
     return Times.of(turns, threads, batch, size)
 
 
-def _one(
-    inputs: Sequence[Any], sizes: Sequence[Mapping[int, str]]
-) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """Return the inputs, of one example where the batch is free, and the number of examples."""
+def times_beside(
+    path: Path, single: Path, dense: Path | None, piece: ExportedPart, threads: int
+) -> tuple[Times, Times | None]:
+    """Time a file of fewer bits beside the one in float32, and beside the dense network's.
+
+    Args:
+        path: of the file.
+        single: of the one in float32 that it was made from.
+        dense: of the dense network's in float32; None if there is none.
+        piece: that the files were made from.
+        threads: that a call may use.
+    """
+    files = {"own": path, "single": single} | ({} if dense is None else {"dense": dense})
+    networks = {name: collect.Network(each, threads, collect.CPU) for name, each in files.items()}
+    given, batch = one_example(piece)
+    turns = turns_of(networks, given)
+    own = turns["own"]
+    of_single = Times.of({"dense": turns["single"], "own": own}, threads, batch)
+    return of_single, None if dense is None else Times.of(turns, threads, batch)
+
+
+def one_example(piece: ExportedPart) -> tuple[Given, int]:
+    """Return inputs of a piece's file, of one example where the batch is free, and how many."""
     given, batch = [], 1
-    for leaf, free in zip(inputs, sizes, strict=True):
+    takes_one = piece.dynamic and 1 in piece.batches
+    for leaf, free in zip(piece.read(piece.answers[0].inputs), piece.sizes, strict=True):
         value = torch.as_tensor(leaf)
         value = value.float() if value.is_floating_point() else value
-        if free.get(0) == "batch":
+        if takes_one and free.get(0) == "batch":
             value = value[:1]
         elif isinstance(leaf, Tensor) and leaf.ndim:
             batch = max(batch, len(leaf))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Check, compare_file
-from l0prune.exporting.onnx.file import describe, write_runnable
+from l0prune.exporting.onnx.file import describe, outputs_of, write_runnable
 from l0prune.exporting.onnx.older import data_beside
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.state import Carrying, check_kept, check_stateless
+from l0prune.exporting.uncut import rounding_in
 from l0prune.files.atomic import replacement
 from l0prune.files.onnx_network import Origin
 from l0prune.infer.nodes import called, draws
+from l0prune.plan.globs import listed
 from l0prune.running.stages import stage
 
-_OF_FLOAT32 = ("certificate", "changed", "times")  # metadata about that file alone
+_OF_FLOAT32 = ("certificate", "changed", "speedup", "times")  # metadata about that file alone
 
 
 class Unfinished(ExitStack):
@@ -55,7 +60,7 @@ class Unfinished(ExitStack):
         """Write the file of a piece in float32, and compare it with the gated model.
 
         Raises:
-            CertificateError: the piece draws random numbers.
+            CertificateError: the piece draws random numbers, or keeps what no file can take.
             L0pruneError: as ``write_runnable``, which describes the last three arguments.
         """
         if found := [node for node in piece.single.graph.nodes if draws(node)]:
@@ -65,11 +70,18 @@ class Unfinished(ExitStack):
                 "that the file cannot be compared with the model. Give the model its noise as an "
                 "input, or write it in torch's own formats: --pt2 or --state (Export.save)."
             )
+        check_kept(piece.lost, "ONNX file")
+        if piece.path:
+            check_stateless(piece.single, "file of a part", piece.path)
         path, data = self.begin(file)
         session = write_runnable(piece.single, path, data, piece.sizes, opset, source, apart)
         describe(path, {"batch": piece.takes})
+        if piece.state:
+            describe(path, {"state": json.dumps([*piece.state])})
+        run = Carrying(session, piece.state)
+        own = tuple if piece.state else partial(rounding_in, outputs_of, piece.original)
         with stage("comparing the ONNX file with the gated model"):
-            return compare_file("onnx", piece.answers, session, piece.path, piece.read)
+            return compare_file("onnx", piece.answers, run, piece.path, piece.read, own)
 
 
 @dataclass(frozen=True)
@@ -81,12 +93,16 @@ class InFloat32:
         piece: that it was made from.
         facts: its metadata.
         threads: that a call may use when it is timed.
+        is_timed: whether files made from it are timed, beside it.
+        dense: the dense network's file in float32, beside which they are timed, too.
     """
 
     path: Path
     piece: ExportedPart
     facts: Mapping[str, str]
     threads: int
+    is_timed: bool = True
+    dense: Path | None = None
 
     @property
     def is_apart(self) -> bool:
@@ -109,15 +125,20 @@ class InFloat32:
 
 
 def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None:
-    """Raise UsageError for a model in parts: ``what`` is made from a single file.
+    """Raise UsageError for a model in parts, or with state: ``what`` is made from a single file.
 
     Raises:
-        UsageError: it is in parts.
+        UsageError: it is in parts, or has state.
     """
     if len(pieces) != 1 or pieces[0].path:
         raise UsageError(
             f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
             f"parts, and {what} is made of one: {way_on}"
+        )
+    if pieces[0].state:
+        raise UsageError(
+            f"this model keeps {listed([*pieces[0].state])} from one call to the next, and {what} "
+            f"is compared in single calls, which does not say what becomes of that: {way_on}"
         )
 
 

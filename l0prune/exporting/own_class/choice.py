@@ -40,6 +40,7 @@ from l0prune.exporting.own_class.sizes import (
     known_cause,
     resized,
     sizes_in_code,
+    told_apart,
     unread_sizes,
 )
 from l0prune.exporting.slicing.kept_slots import KeptSlots
@@ -115,6 +116,8 @@ def own_class(plain: nn.Module, chosen: KeptSlots, tensors: Mapping[str, Tensor]
     for largest in (False, True):
         guessed = guessed_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [joined(guessed, in_code, by_tensors), joined(guessed, by_tensors)]
+    apart = [joined(in_code, each) for each in told_apart(plain, chosen.plan, chosen.kept)]
+    candidates += [joined(each, by_tensors) for each in apart]
     layers = layers_for(plain, chosen)
     given = given_sizes(plain, chosen.plan, chosen.kept)
     given = {path: sizes for path, sizes in given.items() if path not in layers}

@@ -26,6 +26,7 @@ from l0prune.exporting.certify.dtypes import (
 )
 from l0prune.exporting.certify.inputs import with_free_batch
 from l0prune.exporting.slicing.program import Exported, reexport
+from l0prune.infer.dataflow import drop_unneeded
 from l0prune.infer.decomposition import take_apart
 
 _KEPT = "l0prune_modules"  # key in a graph's meta: ``_Kept`` by path in the graph
@@ -131,6 +132,7 @@ def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported
     captured = with_free_batch(module, example, free)
     if captured.dynamic and captured.batches != ANY:
         return reexport(module, example, True, captured.batches, free.only(captured.free))
+    drop_unneeded(captured.graph)
     take_apart(captured.program)
     _drop_unread(captured.program)
     free_ones, why_fixed = captured.free, captured.why_fixed

@@ -9,8 +9,8 @@ the same. Numbers that no forward reads follow the tensors nearest below their m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, permutations, product
 from math import prod
 from typing import Any
 
@@ -166,6 +166,46 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool) 
         if changes:
             found[path] = changes
     return found
+
+
+_MOST_WAYS = 24  # in which dims of one old size are told apart
+
+
+def told_apart(model: nn.Module, plan: Plan, kept: Tensor) -> Iterator[Changes]:
+    """Yield attributes of one value, in every way in which dims of that size may be theirs.
+
+    As a state's size that equals the size of a head, where only one of them is cut. Modules of a
+    class have the same attributes for the same dims.
+    """
+    names: dict[tuple[type, int], tuple[str, ...]] = {}
+    dims: dict[str, dict[int, list[Layout]]] = {}
+    for path, of in plan.code.sizes.items():
+        module, found = model.get_submodule(path), defaultdict[int, list[Layout]](list)
+        for dim in dict.fromkeys(dim for dim in of if axes_of(dim)):
+            found[dim.size].append(dim)
+        numbers = {n: v for n, v in vars(module).items() if type(v) is int}
+        dims[path] = {value: each for value, each in found.items() if len(each) > 1}
+        for value in dims[path]:
+            like = [n for n in _likely(numbers, set(), by_kind=False) if numbers[n] == value]
+            names[type(module), value] = tuple(like)
+    ways = [permutations(of, min(len(of), _most(dims, value))) for (_, value), of in names.items()]
+    for way in islice(product(*ways), _MOST_WAYS) if names else ():
+        chosen = dict(zip(names, way, strict=True))
+        yield {
+            path: {
+                name: _left(plan, dim, kept)
+                for value, each in of.items()
+                for name, dim in zip(
+                    chosen[type(model.get_submodule(path)), value], each, strict=False
+                )
+            }
+            for path, of in dims.items()
+            if of
+        }
+
+
+def _most(dims: Mapping[str, Mapping[int, Sequence[Layout]]], value: int) -> int:
+    return max(len(of.get(value, ())) for of in dims.values())
 
 
 def _likely(numbers: Mapping[str, int], sizes: Sizes, by_kind: bool) -> Iterator[str]:

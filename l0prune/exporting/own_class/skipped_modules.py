@@ -23,7 +23,7 @@ from l0prune.capture.example_inputs import Call, record, tensors_in
 from l0prune.capture.provenance import is_within, modules_of, within, without_call
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
-from l0prune.exporting.own_class.sizes import Changes, joined
+from l0prune.exporting.own_class.sizes import Changes, changed_attributes, joined
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
@@ -480,16 +480,19 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
 
     dead = dead_parameters(plan, [branch.name for branch in own.gone])
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
-    tensors = dict(own.tensors)
+    tensors, emptied = dict(own.tensors), {}
     dropped = [name for name in dead if not is_skipped(name)] if drops else []
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
         if is_skipped(name) and old.ndim and (name not in parameters or first in dead):
-            tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
+            tensors[first] = emptied[name] = torch.empty([0] * old.ndim, dtype=torch.float64)
     left = {name for name, tensor in tensors.items() if tensor.numel()} - set(dropped)
     scales = {name: by for name, by in own.scales.items() if name in left}
     others = {path: layer for path, layer in own.layers.items() if not is_skipped(path)}
-    numbers = renumbered(own.plain, way)
+    # No forward runs inside a skipped module; other packages (LoRA) read the sizes of its layers.
+    sizes = changed_attributes(own.plain, emptied, {})
+    inside = {path: new for path, new in sizes.items() if path not in way}
+    numbers = joined(renumbered(own.plain, way), inside)
     candidates = (
         {path: new for path, new in changes.items() if not is_skipped(path)}
         for changes in own.candidates

@@ -15,16 +15,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
 from l0prune.capture.compat import PRESERVED, pytree, size_expression
-from l0prune.capture.provenance import origin_of
 from l0prune.capture.sizes import ANY, Batches, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
-from l0prune.infer.rewrites.literals import Sizes, picked
+from l0prune.infer.rewrites.literals import Sizes
 from l0prune.infer.rewrites.resized import rewritten
-from l0prune.plan.layout import Gated, axes_of
+from l0prune.plan.layout import axes_of
 
 _ATEN = torch.ops.aten
 
@@ -104,9 +102,6 @@ def _assert(
     graph.call_function(_ATEN._assert_scalar.default, (holds, why))
 
 
-KEPT_INPUTS = "kept_inputs_of_"  # prefix of buffers with the indices of picked inputs
-
-
 def dense_graphs(
     parts: Parts,
     chosen: Mapping[str, KeptSlots],
@@ -142,8 +137,6 @@ def dense_module(
                 layouts[node.name] = analysis.plan.tensors[name]
     sizes = rewritten(module.graph, analysis, kept, layouts)
     _set_tensors(module, analysis, tensors)
-    _insert_gathers(module, sizes)
-    _pick_shares(module, analysis, sizes)
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
     small = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
@@ -213,38 +206,6 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
         else:  # a constant: as a buffer it follows the module to another dtype
             owner.__dict__.pop(leaf, None)
             owner.register_buffer(leaf, made[name])
-
-
-def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
-    """Insert a gather of the kept inputs before each Linear with gates on single columns."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or operator_name(node.target) != "aten.linear":
-            continue
-        source, weight = node.args[:2]
-        columns = sizes.dims(weight)[1] if weight.name in sizes.layouts else None
-        if not isinstance(columns, Gated):
-            continue
-        fine = sizes.mask(columns)[sizes.mask(columns.base)]
-        if bool(fine.all()):
-            continue
-        with module.graph.inserting_before(node):
-            gather = picked(source, -1, fine, f"{KEPT_INPUTS}{weight.name}")
-        gather.meta.update(origin_of(node))
-        node.replace_input_with(source, gather)
-
-
-def _pick_shares(module: GraphModule, analysis: Analysis, sizes: Sizes) -> None:
-    """Insert a gather of the kept kernels' shares before each mix of kernels."""
-    nodes = {node.name: node for node in module.graph.nodes}
-    for name, mixed in analysis.mixed.items():
-        kept = sizes.mask(analysis.layouts[mixed.kernels][mixed.kernels_dim])
-        node, shares = nodes.get(name), nodes.get(mixed.shares)
-        if node is None or shares is None or bool(kept.all()):
-            continue
-        with module.graph.inserting_before(node):
-            gather = picked(shares, mixed.shares_dim, kept, f"{KEPT_INPUTS}{name}")
-        gather.meta.update(origin_of(node))
-        node.replace_input_with(shares, gather)
 
 
 def _drop_stale(module: GraphModule) -> None:

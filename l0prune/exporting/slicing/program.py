@@ -29,6 +29,7 @@ from l0prune.capture.symbolic import inputs_of, symbolic
 from l0prune.capture.symbolic_patches import general_code_paths, sanitize_names
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.exporting.certify.dtypes import Dtypes, asks_for_less, cast, converted, restored
+from l0prune.infer.dataflow import drop_unneeded
 
 
 class Exported(NamedTuple):
@@ -164,8 +165,14 @@ def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | No
             # on failure: static shapes below, ``dynamic`` False
             with suppress(Exception):
                 free = exported(module, args, kwargs, dynamic_shapes=shapes())
-                sanitize_names(free)
-                return Exported(free, True)
+                return Exported(_tidied(free), True)
         program = exported(module, args, kwargs)
+    return Exported(_tidied(program), False)
+
+
+def _tidied(program: ExportedProgram) -> ExportedProgram:
+    """Give the program names that all can read, and leave out what no output needs."""
     sanitize_names(program)
-    return Exported(program, False)
+    drop_unneeded(program.graph)
+    program.graph_module.recompile()
+    return program

@@ -150,12 +150,11 @@ def copies(sizes: Sizes, node: Node) -> None:
 
 @rewrites("aten.repeat_interleave")
 def copies_in_a_row(sizes: Sizes, node: Node) -> None:
-    """Set the number of copies of a dim of size 1 to the number of kept slots."""
+    """Set the number of copies of each slot to the number of kept slots of the copies' axis."""
     dim: Any = argument(node, 2, "dim")
-    if dim is None or sizes.dims(source(node))[dim].size != 1:
-        return
-    if sizes.changes(sizes.dims(node)[dim]):
-        node.update_arg(1, sizes.of(sizes.dims(node)[dim]))
+    if dim is not None and sizes.changes(sizes.dims(node)[dim]):
+        before, after = (sizes.of(sizes.dims(each)[dim]) for each in (source(node), node))
+        node.update_arg(1, after // before)
 
 
 @rewrites(*PATTERNS)

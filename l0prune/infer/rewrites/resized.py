@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from l0prune.capture.provenance import origin_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
 from l0prune.infer.dataflow import Memory, joined
-from l0prune.infer.nodes import argument, is_assertion
+from l0prune.infer.nodes import argument, is_assertion, operator_name
 from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
-from l0prune.infer.rewrites.literals import Sizes, rewrite_literals, rewrites, stored_index
+from l0prune.infer.rewrites.literals import (
+    Sizes,
+    picked,
+    rewrite_literals,
+    rewrites,
+    stored_index,
+)
 from l0prune.infer.rules.movement import source
+from l0prune.plan.layout import Gated
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone, under_switches
 
@@ -138,4 +146,41 @@ def rewritten(graph: Graph, analysis: Analysis, kept: Tensor, layouts: dict[str,
     for node in list(graph.nodes):
         if is_assertion(node):
             graph.erase_node(node)
+    _insert_gathers(graph, sizes)
+    _pick_shares(graph, analysis, sizes)
     return sizes
+
+
+_KEPT_INPUTS = "kept_inputs_of_"  # prefix of buffers with the indices of picked inputs
+
+
+def _insert_gathers(graph: Graph, sizes: Sizes) -> None:
+    """Insert a gather of the kept inputs before each Linear with gates on single columns."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node.target) != "aten.linear":
+            continue
+        source, weight = node.args[:2]
+        columns = sizes.dims(weight)[1] if weight.name in sizes.layouts else None
+        if not isinstance(columns, Gated):
+            continue
+        fine = sizes.mask(columns)[sizes.mask(columns.base)]
+        if bool(fine.all()):
+            continue
+        with graph.inserting_before(node):
+            gather = picked(source, -1, fine, f"{_KEPT_INPUTS}{weight.name}")
+        gather.meta.update(origin_of(node))
+        node.replace_input_with(source, gather)
+
+
+def _pick_shares(graph: Graph, analysis: Analysis, sizes: Sizes) -> None:
+    """Insert a gather of the kept kernels' shares before each mix of kernels."""
+    nodes = {node.name: node for node in graph.nodes}
+    for name, mixed in analysis.mixed.items():
+        kept = sizes.mask(analysis.layouts[mixed.kernels][mixed.kernels_dim])
+        node, shares = nodes.get(name), nodes.get(mixed.shares)
+        if node is None or shares is None or bool(kept.all()):
+            continue
+        with graph.inserting_before(node):
+            gather = picked(shares, mixed.shares_dim, kept, f"{_KEPT_INPUTS}{name}")
+        gather.meta.update(origin_of(node))
+        node.replace_input_with(shares, gather)

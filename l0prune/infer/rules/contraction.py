@@ -100,19 +100,39 @@ def convolution(infer: Inference, node: Node) -> Value:
         infer.kind(group, "group")
     _tie_bias(infer, node, bias, out)
     shape = shape_of(node) or []
-    before = dims[:channel]
-    for dim in dims[channel + 1 :]:
-        infer.solver.pin(dim, "a convolution slides over it")
-    after = [Const(s, "a spatial dimension") for s in shape[channel + 1 :]]
-    kernel = product((shape_of(weight) or [])[2:])
-    positions = shape_of(x) if transposed else shape
-    area = Const(product((positions or [])[channel + 1 :]) * kernel)
+    before, after, area = dims[:channel], [], []
+    stays = list(_is_alone(node, name, spatial))
+    for place, dim in enumerate(dims[channel + 1 :]):
+        if not stays[place]:
+            infer.solver.pin(dim, "a convolution slides over it")
+        size = shape[channel + 1 + place]
+        after.append(dim if stays[place] else Const(size, "a spatial dimension"))
+        area.append(dim if stays[place] else Const(dim.size if transposed else size))
+    area.append(Const(product((shape_of(weight) or [])[2:])))
     # Work: each output slot times each input slot of its own group, at every position.
     if transposed:
-        infer.work(node, (*before, area, prod((group, inner)), outer))
+        infer.work(node, (*before, *area, prod((group, inner)), outer))
     else:
-        _work(infer, node, (*before, area, out), weight, 1)
+        _work(infer, node, (*before, *area, out), weight, 1)
     return (*before, out, *after)
+
+
+def _is_alone(node: Node, name: str, spatial: int) -> Iterator[bool]:
+    """Yield for each spatial dim whether each position is computed from itself alone."""
+    kernel = (shape_of(argument(node, 1, "weight")) or [])[2:]
+    ways = {"stride": (3, 1), "padding": (4, 0)}
+    if name == "aten.convolution":
+        ways["output_padding"] = (7, 0)
+    elif "transpose" in name:
+        ways["output_padding"] = (5, 0)
+    for dim in range(spatial):
+        given = {key: argument(node, at, key, least) for key, (at, least) in ways.items()}
+        each = {
+            key: value[min(dim, len(value) - 1)] if isinstance(value, list | tuple) else value
+            for key, value in given.items()
+        }
+        padded = each["padding"] not in (0, "valid", "same")
+        yield kernel[dim] == 1 == each["stride"] and not padded and not each.get("output_padding")
 
 
 def _groups(node: Node, name: str) -> int:

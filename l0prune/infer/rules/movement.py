@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.capture.compat import size_hint
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
@@ -61,6 +62,21 @@ def permute(infer: Inference, node: Node) -> Value:
     return tuple(dims[d] for d in dim_order(node, len(dims)))
 
 
+@rule("aten.diagonal", zero=each)
+def diagonal(infer: Inference, node: Node) -> Value:
+    """Of two dims the positions where both are the same slot, as a new last dim."""
+    dims = list(infer.dims(source(node)))
+    first, second = (int(argument(node, at, f"dim{at - 1}", at - 2)) % len(dims) for at in (2, 3))
+    one, other = dims[first], dims[second]
+    rest = [dim for place, dim in enumerate(dims) if place not in (first, second)]
+    if argument(node, 1, "offset", 0) == 0 and one.size == other.size:
+        infer.solver.unify(one, other)
+        return (*rest, infer.solver.resolve(one))
+    for dim in (one, other):
+        infer.solver.pin(dim, "a diagonal beside the main one is taken, or one of unequal dims")
+    return (*rest, Const((shape_of(node) or [0])[-1], "a diagonal"))
+
+
 @rule("aten.expand_as", zero=of_operand(0))
 def expand_as(infer: Inference, node: Node) -> Value:
     """Expansion to the shape of another tensor: expanded dims are cut with that tensor's."""
@@ -82,15 +98,16 @@ def expand(infer: Inference, node: Node) -> Value:
 
 
 def _copies(infer: Inference, node: Node, count: int) -> Expr:
-    """Return the dim to which a dim of size one is expanded.
+    """Return a dim of copies: as many as are kept of the axis that it meets.
 
-    A stored filter that is expanded over channels has as many copies as channels are kept, and so
-    has an index or a mask; the number of copies of a result does not change.
+    Copies of a result that meet no axis keep their number, as those of the keys in grouped
+    attention. Those of a stored filter, an index or a mask are read by nobody then.
     """
-    dtype = dtype_of(node)
+    dtype, dim = dtype_of(node), Var(count, copies=True)
     is_counted = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
-    is_fitted = is_counted or infer.is_weight(node)
-    return Var(count, copies=True) if is_fitted else Const(count, COPIES)
+    if not is_counted and not infer.is_weight(node):
+        infer.copies_of_results.append(dim)
+    return dim
 
 
 @rule("aten.repeat", "aten.tile", zero=of_operand(0))
@@ -114,12 +131,13 @@ def repeat_interleave(infer: Inference, node: Node) -> Value:
     """Each slot ``n`` times in a row: slots × copies."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim, copies = argument(node, 2, "dim"), argument(node, 1, "repeats")
+    if isinstance(copies, Node) and shape_of(copies) is None:  # as many as the batch has examples
+        copies = size_hint(copies.meta.get("val"))
     if not isinstance(dim, int) or not isinstance(copies, int):
         infer.pin_all(source(node), "repeat_interleave with a count per slot")
         return tuple(Const(size) for size in shape)
     dim %= len(dims)
-    is_one = dims[dim].size == 1 < copies
-    many = _copies(infer, node, copies) if is_one else prod((dims[dim], Const(copies, COPIES)))
+    many = prod((dims[dim], _copies(infer, node, copies))) if copies > 1 else dims[dim]
     return (*dims[:dim], many, *dims[dim + 1 :])
 
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from l0prune.infer.nodes import argument, operands, operator_name, shape_of
-from l0prune.infer.registry import Value, of_operand, rule
+from l0prune.infer.registry import NotFollowed, Value, of_operand, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.solver import Expr
 from l0prune.plan.layout import Const
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 def pointwise(infer: Inference, node: Node) -> Value:
     """Tie the operands dim by dim, aligned at the last; a broadcast dim ties nothing."""
-    shape = shape_of(node) or []
+    shape = shape_of(node)
+    if shape is None:  # torch.where of a condition alone
+        raise NotFollowed("the data decide how many positions it returns")
     out: list[Expr | None] = [None] * len(shape)
     for operand in node.all_input_nodes:
         if not isinstance(infer.values.get(operand), tuple):

@@ -10,8 +10,9 @@ from torch.fx import Node
 
 from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.rules.contraction import name_heads
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Expr
+from l0prune.infer.solver import Expr, variables
 from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
@@ -44,7 +45,24 @@ def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
 @rule("aten.sum", zero=each)
 def total(infer: Inference, node: Node) -> Value:
     """A sum reads a dim without weights: exact where the slot's values are zero."""
+    _name_heads(infer, node)
     return _without_weight(infer, node, argument(node, 1, "dim"))
+
+
+def _name_heads(infer: Inference, node: Node) -> None:
+    """Record heads and head dims where products over the last dim are summed, one sum for a head.
+
+    It is the product of a matrix of heads with one of as many, written out, as scores over the
+    edges of a graph are: ``(x * weight).sum(-1)``.
+    """
+    given, dims = source(node), infer.dims(source(node))
+    factors = [shape_of(each) or [] for each in given.all_input_nodes]
+    is_product = operator_name(given.target) == "aten.mul" and len(factors) > 1
+    is_last = reduced_dims(argument(node, 1, "dim"), len(dims)) == [len(dims) - 1]
+    is_alike = all(len(sizes) > 1 and sizes[-2:] == factors[0][-2:] for sizes in factors)
+    has_axes = all(any(True for _ in variables(dim)) for dim in dims[-2:])
+    if is_product and is_last and is_alike and has_axes:
+        name_heads(infer, [dims[-2]], [dims[-1]])
 
 
 @rule("aten.mean", zero=each)
@@ -76,6 +94,9 @@ def _without_weight(infer: Inference, node: Node, dim: Any, why: str = "") -> Va
     reduced = reduced_dims(dim, len(dims))
     for position in reduced:
         infer.read(dims[position], node, None, source(node), why=why)
+    kept = [p for p, dim in enumerate(dims) if p not in reduced and any(variables(dim))]
+    if len(kept) == 1:  # which may turn out to have the slots of a reduced one, as in W·Wᵀ
+        infer.carried[node, source(node)] = kept[0]
     return keep(infer, node, reduced)
 
 

@@ -304,6 +304,14 @@ def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
     return pick(whole, positions)
 
 
+@rule("aten.nonzero", "aten.nonzero_numpy", "aten.masked_select")
+def nonzero(infer: Inference, node: Node) -> Value:
+    """Positions where a tensor is not zero, or the values there; as many as the data decide."""
+    for operand in node.all_input_nodes:
+        infer.pin_all(operand, "its values decide which positions are chosen")
+    return infer.opaque(node, "chosen positions")
+
+
 def _put(node: Node, operands: Sequence[bool | None]) -> bool:
     """Zero where both the target and the written values are, for any index."""
     known = dict(zip(node.all_input_nodes, operands, strict=True))

@@ -42,12 +42,15 @@ def verdict(content: Content) -> str:
         return f"{len(content.runs)} runs, compared by what they cost and what they are worth."
     shares = _shares(gain, "its")
     parts = [f"keeps {shares}"] if shares else []
-    if gain.time is not None and gain.time.share:
-        parts.append(_speed(gain.time))
+    so_far, lines = is_unfinished(content), []
+    time = gain.time if gain.time is not None and gain.time.share else None
+    if time is not None and not time.is_undecided and not so_far:
+        lines.append(_worth(time, [budget.text for budget in content.budgets]))
+    elif time is not None:
+        parts.insert(len(parts) if so_far else 0, _speed(time))
     if gain.metric is not None:
         parts.append(_metric(gain.metric))
-    so_far = is_unfinished(content)
-    lines = [_sentence(parts, "So far the network" if so_far else "The network")] if parts else []
+    lines += [_sentence(parts, "So far the network" if so_far else "The network")] if parts else []
     if content.certificate:
         worst = max(check.error for check in content.certificate)
         passed = all(check.passed for check in content.certificate)
@@ -95,6 +98,16 @@ def _shares(gain: Gain, whose: str) -> str:
         for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
         if pair is not None and pair.share is not None
     )
+
+
+def _worth(time: Time, budgets: Sequence[str]) -> str:
+    """Return a sentence of the speedup, beside what was asked and the ideal by MACs."""
+    before, after = map(elements.milliseconds, (time.before, time.after))
+    threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
+    said = f"{_pace(time)} ({before} → {after} on {time.runtime}, {threads})"
+    asked = ", ".join(time.asked or budgets)
+    said += f", asked {asked}" if asked else ""
+    return said + (f", ideal by MACs {time.ideal:.3g} times." if time.ideal else ".")
 
 
 def _speed(time: Time) -> str:
@@ -186,6 +199,8 @@ def _survey_cards(gain: Gain) -> list[Card]:
 
 def _time_card(time: Time, macs: Pair | None) -> Card:
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
+    lost = f". Most is lost in {'; '.join(time.losses)}" if time.losses else ""
+    lost += f". What can help: {'; '.join(time.advice)}" if time.advice else ""
     is_told = time.is_undecided and time.spread <= _NOISY
     is_elsewhere = is_told and macs is not None and (macs.share or 1) < 1
     return Card(
@@ -195,7 +210,7 @@ def _time_card(time: Time, macs: Pair | None) -> Card:
         _pace(time) + (": fewer MACs save no time here" if is_elsewhere else ""),
         time.share,
         f"{time.runtime}, {threads}, batch {time.batch}, {time.processor}; the middle half of "
-        f"repeated timings differ by {elements.percent(time.spread)}",
+        f"repeated timings differ by {elements.percent(time.spread)}{lost}",
     )
 
 

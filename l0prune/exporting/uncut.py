@@ -1,0 +1,56 @@
+"""A runtime's rounding, by the gated network at its old sizes beside its exact answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from l0prune.capture.sizes import Inputs
+from l0prune.exporting.certify.answers import output_of
+from l0prune.exporting.certify.difference import comparable, differences
+from l0prune.exporting.certify.dtypes import (
+    CPU,
+    cast,
+    casts_to_less,
+    converted,
+    lent,
+    placed,
+)
+from l0prune.exporting.network import copies_of
+from l0prune.exporting.own_class.sizes import resized
+from l0prune.exporting.slicing.kept_slots import KeptSlots
+from l0prune.exporting.slicing.program import reexport
+from l0prune.exporting.slicing.tensors import cut_by_plan
+from l0prune.running.stages import stage
+
+Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
+
+
+@stage("measuring how much the runtime rounds")
+def rounding_in(run: Run, original: ReferenceType[nn.Module] | None) -> list[float]:
+    """Return the error of each output where a runtime runs the network's program in float32.
+
+    Empty where that is unknown: the user's model is gone or without gates, or the runtime fails.
+    """
+    model = original() if original is not None else None
+    if model is None:
+        return []
+    with suppress(Exception):  # each runtime has its own
+        network = copies_of(model)
+        stays = torch.ones_like(network.z, dtype=torch.bool)
+        tensors = cut_by_plan(network.plain, KeptSlots(network.plan, network.z, stays))
+        if tensors is None:
+            return []
+        whole = placed(resized(network.plain, {}, tensors), CPU)
+        exact = output_of(lent(whole, torch.float64), network.example, torch.float64)
+        inputs = cast(network.example, torch.float32)
+        program = reexport(converted(whole, torch.float32), inputs, dynamic=False).program
+        if not casts_to_less(program.graph_module, torch.float32):
+            expected = [leaf for leaf in comparable(exact) if isinstance(leaf, Tensor)]
+            return differences(expected, run(program, inputs))
+    return []

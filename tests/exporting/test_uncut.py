@@ -1,0 +1,106 @@
+"""Rounding of a runtime, by the file of the uncut network beside its exact answer."""
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.errors import CertificateError
+from l0prune.exporting.onnx import file, writing
+from l0prune.exporting.uncut import rounding_in
+
+ROUNDING = 3e-5  # of a runtime: more than 1e-5, and than torch rounds
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture
+def gated():
+    torch.manual_seed(0)
+    model = l0prune.gate(Net().eval(), (torch.randn(2, 6),))
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    return model
+
+
+@pytest.fixture
+def small(gated):
+    return l0prune.export(gated)
+
+
+def rounds(call, off=ROUNDING):
+    """A runtime whose outputs are off by so much of their scale."""
+    return lambda *args: [out + off * out.abs().max() for out in call(*args)]
+
+
+def test_a_runtime_is_allowed_what_it_rounds_in_the_uncut_network(
+    gated, small, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(file.Session, "__call__", rounds(file.Session.__call__))
+    small.save_onnx(tmp_path / "net.onnx")
+    check = max((c for c in small.certificate.checks if c.what == "onnx"), key=lambda c: c.error)
+    assert check.error == pytest.approx(ROUNDING, rel=0.1)
+    assert check.rounding == pytest.approx(ROUNDING, rel=0.1)
+    assert check.tolerance == 2 * check.rounding
+
+
+def test_what_is_wrong_in_the_small_file_alone_is_a_fault(gated, small, monkeypatch, tmp_path):
+    exact = file.Session.__call__
+    monkeypatch.setattr(file.Session, "__call__", rounds(exact))
+
+    def right(program, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(file.Session, "__call__", exact)
+            return file.outputs_of(program, inputs)
+
+    monkeypatch.setattr(writing, "outputs_of", right)
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        small.save_onnx(tmp_path / "net.onnx")
+    assert not (tmp_path / "net.onnx").exists()
+
+
+def test_ten_times_its_rounding_is_a_fault(gated, small, monkeypatch, tmp_path):
+    exact = file.Session.__call__
+    monkeypatch.setattr(file.Session, "__call__", rounds(exact))
+    known = writing.outputs_of
+
+    def of_uncut(program, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(file.Session, "__call__", rounds(exact, ROUNDING / 10))
+            return known(program, inputs)
+
+    monkeypatch.setattr(writing, "outputs_of", of_uncut)
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        small.save_onnx(tmp_path / "net.onnx")
+
+
+def test_it_is_the_gated_network_that_is_run(gated, small):
+    """Closed gates multiply by zero there, and the example has its own sizes."""
+    (piece,) = small.pieces
+    seen = []
+
+    def run(program, inputs):
+        ((x,), _), module = inputs, program.module(check_guards=False)
+        seen.append(sorted(tuple(p.shape) for p in module.parameters()))
+        with torch.no_grad():
+            expected, found = gated(x), module(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        return [found]
+
+    (error,) = rounding_in(run, piece.original)
+    assert seen == [[(3,), (3, 16), (16,), (16, 6)]]
+    assert 0 < error < 1e-6
+
+
+def test_without_the_model_it_is_unknown(gated, small):
+    (piece,) = small.pieces
+    l0prune.ungate(gated)
+    assert rounding_in(lambda program, inputs: [], piece.original) == []
+    assert rounding_in(lambda program, inputs: [], None) == []
