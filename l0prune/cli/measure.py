@@ -40,7 +40,7 @@ Provider = Annotated[
 Samples = Annotated[
     int | None,
     typer.Option(
-        help="How many networks are timed [as many as predict others within 5 %, up to 48].",
+        help="How many networks are timed [as many as predict others within 5 %, up to 32].",
         show_default=False,
     ),
 ]

@@ -35,7 +35,7 @@ _FOLDS = 4  # sets of samples, of which each is predicted from the others
 _BLOCK = 16  # block of the widths that the smooth model is fitted to
 _BAND = 1.2  # factor by which the sum of node times may stray from its typical multiple
 AUTO = "auto"  # as many samples as predict well, or there is time for
-FEWEST, STEP, SAMPLES = 12, 4, 48  # samples: at least, then so many more at a time, at most
+FEWEST, STEP, SAMPLES = 12, 4, 32  # samples: at least, then so many more at a time, at most
 _GOOD = 0.05  # median error of the prediction that is small enough
 _SECONDS, _RUNS, _LONGEST = 5, 300, 40  # seconds for samples: some, runs of the dense one, at most
 Progress = Callable[[int, int], None]
@@ -232,7 +232,7 @@ def measure(
             ``"torch-cuda-bf16"``.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
-        samples: how many networks are timed; ``"auto"`` for 12 to 48: until the prediction of
+        samples: how many networks are timed; ``"auto"`` for 12 to 32: until the prediction of
             each from others is within 5 % (median), or the time for it is used: about ten seconds
             for a small network, half a minute for a large one.
         seed: of their widths.

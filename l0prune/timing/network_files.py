@@ -255,12 +255,16 @@ def _comparisons(exporter: Exporter, plan: Plan) -> Iterator[list[Network]]:
         with suppress(NoTemplate):
             wide = as_dense(cut.model, sizes, constants)
             yield [cut, Network(all_slots(plan), wide, cut.inputs)]
-    chosen = distinguishing_widths(plan, _LEAST)
-    if not are_distinguishing(plan, chosen):
-        chosen.append([axis.size for axis in plan.axes])
-    found = exporter.networks(chosen)
-    yield found
-    yield [*found, *exporter.networks(distinguishing_widths(plan, _LEAST, seed=1))]
+    chosen, others = (distinguishing_widths(plan, _LEAST, seed) for seed in (0, 1))
+    if are_distinguishing(plan, chosen):
+        found = exporter.networks(chosen)
+        yield found
+        yield [*found, *exporter.networks(others)]
+        return
+    found = exporter.networks([*chosen, *others])
+    if are_distinguishing(plan, [*chosen, *others]):
+        yield found
+    yield [*found, *exporter.networks([[axis.size for axis in plan.axes]])]
 
 
 def _counting(plan: Plan, kept: Tensor) -> Count:

@@ -187,31 +187,31 @@ Widths = list[int]
 
 
 def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
-    """Return widths of ``least`` networks or more (of 2) that tell all dims apart.
+    """Return widths of ``least`` networks or more that tell all dims apart, with the dense one.
 
     They are random, from a quarter of each axis to all of it. An axis of a few heads has few
-    widths: then networks are added, up to ``_MOST``. Axes of two slots have one width less than
-    all: the dense network may be needed beside these (``are_distinguishing``).
+    widths: then networks are added, up to ``_MOST``, until no two dims are equally wide, or in one
+    proportion, in all of them.
     """
     whole = [axis.size for axis in plan.axes]
+    wanted = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
     for count, number in product(range(least, _MOST + 1), range(_DRAWS)):
         found = _drawn(plan, count, seed * _DRAWS + number)
-        if are_distinguishing(plan, [whole, *found]):
+        if all(map(ge, _finder(plan, [whole, *found]).distinct_counts, wanted)):
             break
     return found
 
 
 def are_distinguishing(plan: Plan, networks: Sequence[Widths]) -> bool:
-    """Return whether these networks tell dims apart as well as many others do.
+    """Return whether no two dims that follow the widths are equally wide in all these networks.
 
-    No two dims that follow the widths are then equally wide, or in one proportion, in all of them,
-    and none is the same in all.
+    None is then the same in all of them, either. Axes of two slots are so without the dense
+    network: they have one width less than all.
     """
     whole = [axis.size for axis in plan.axes]
-    wanted = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
-    found = _finder(plan, networks)
-    is_fixed = any(len({*numbers}) == 1 and numbers[0] > 1 for numbers in found.known)
-    return not is_fixed and all(map(ge, found.distinct_counts, wanted))
+    found = _finder(plan, networks).known
+    is_fixed = any(len({*numbers}) == 1 and numbers[0] > 1 for numbers in found)
+    return not is_fixed and len(found) >= len(_finder(plan, [whole, *networks]).known)
 
 
 def unmistakable_widths(plan: Plan, constants: Collection[int]) -> Widths | None:

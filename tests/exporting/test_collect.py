@@ -55,7 +55,7 @@ def test_networks_take_turns_until_the_time_is_over():
     assert called == [("own", 1), ("own", 1), *20 * turn]
     called.clear()
     collect.turns(of("own", 50.0), of("dense", 90.0), 0.6)  # one run in a turn, and all count
-    assert called == [("own", 1), ("own", 1), *12 * [("dense", 1), ("own", 1)]]
+    assert called == [("own", 1), *12 * [("dense", 1), ("own", 1)]]
     assert len(collect.turns(of("own", 1e3), of("dense", 1e3), 0.6)["own"]) == collect.TURNS
 
 

@@ -33,7 +33,7 @@ TURN = 0.03  # seconds of a turn, about
 SECONDS = 0.15  # of all turns of one network, about
 TURNS = 4  # at least
 FEWEST, MOST = 1, 100  # runs of a turn
-RUNS = 3  # for the times of nodes, at least
+RUNS = 2  # for the times of nodes, at least
 MOST_RUNS = 2000  # at most: profiles of tiny networks would be millions of lines
 NODE = re.compile(r"n(\d{5})_")
 OF_SAMPLES = ("samples", "widths", "id")  # keys of a description that vary with the samples
@@ -142,8 +142,9 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
     and many. What the other one left in the caches matters to networks of several runs a turn:
     their first run is not counted.
     """
-    own(1)
     ms = own(1)
+    if runs(ms) > 1:  # the first run takes longer
+        ms = own(1)
     times = runs(ms)
     found: dict[str, list[float]] = {"dense": [], "own": []}
     for _ in range(max(TURNS, round(seconds * 1e3 / (ms * times)))):
