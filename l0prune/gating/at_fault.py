@@ -13,7 +13,7 @@ def at_fault(
 ) -> Iterator[tuple[str, Why]]:
     """Yield names without which an attempt with all others succeeds, each with a failure.
 
-    Each is found by ever smaller groups; groups that fail only together lose their last names.
+    Each is found by ever smaller groups. Of names that fail only together the last is at fault.
     """
     why = attempt(names) if names else None
     if why is None:
@@ -26,5 +26,12 @@ def at_fault(
     yield from found
     guilty = {name for name, _ in found}
     left = [name for name in names if name not in guilty]
-    while left and (why := attempt(left)) is not None:
-        yield left.pop(), why
+    if not left or attempt(left) is None:
+        return
+    together: list[str] = []
+    for name in left:
+        why = attempt([*together, name])
+        if why is None:
+            together.append(name)
+        else:
+            yield name, why
