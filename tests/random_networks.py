@@ -388,10 +388,11 @@ class Author:
             F.scaled_dot_product_attention(*[x.flatten(1)[:, None]] * 3)
 
         kinds = {"a write": written, "noise": noise, "attention": attention}
-        name = list(kinds)[self.choose(len(kinds))]
+        name, network = list(kinds)[self.choose(len(kinds))], self.network
 
         def run(values: Values) -> Tensor:
-            kinds[name](values[number])
+            if network.runs_all:
+                kinds[name](values[number])
             return values[number] * 2
 
         self.step(f"{name} on {number} that nobody reads, and its double", run)

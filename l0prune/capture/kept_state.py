@@ -100,7 +100,7 @@ def exported(
     """
     with one_at_a_time():
         stacks = replaced(*STACK_OF_A_NODE, CallStack)
-        marks, caches = mark_raw_reads(module), without_cached_tensors()
+        marks, caches = mark_raw_reads(module), without_cached_tensors(module)
         with undisturbed(module), stacks, marks, caches, SymbolicPatches():
             program = torch.export.export(module, args, kwargs, **options)
         take_out_marks(program)

@@ -6,13 +6,15 @@ which are at fault; these become pins, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
+from torch import nn
 
-from l0prune.gating.branch_trials import Failure, Trials, without_refused_branches
+from l0prune.gating.at_fault import at_fault
+from l0prune.gating.branch_trials import REFUSED, Failure, Trials, without_refused_branches
+from l0prune.gating.number_trials import faults
 from l0prune.infer.build import Analysis
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import axes_of
@@ -21,39 +23,45 @@ from l0prune.plan.plan import Pin, Plan
 _OPEN = 0.6  # probability that a slot stays in a trial
 
 
-def offered(parts: Parts) -> Parts:
-    """Return the parts, with a plan of only those axes and branches that can be cut.
+def offered(model: nn.Module, parts: Parts) -> Parts:
+    """Return the parts, with a plan of only those axes and branches that can be gated and cut.
 
     With ``L0PRUNE_STRICT=1`` in the environment the error of a failed trial is raised.
     """
     parts = without_refused_branches(parts)
-    failed = {name: why for part in parts.found for name, why in _failed(part.analysis)}
-    return without(parts, failed)
+    failed = {
+        name: why.pin("", f"cutting slots of {name} failed")
+        for part in parts.found
+        for name, why in _failed(part.analysis)
+    }
+    parts = _without(parts, failed)
+    found = faults(model, parts)
+    return _without(parts, {name: Pin("", why.format(name)) for name, why in found.items()})
 
 
-def without(parts: Parts, failed: dict[str, Failure]) -> Parts:
-    """Return the parts, with a plan in which these axes are pins, and no branch needs them."""
+def _without(parts: Parts, failed: Mapping[str, Pin]) -> Parts:
+    """Return the parts, with a plan without these axes and branches, and pins in their place."""
     plan = parts.plan
-    if failed.keys().isdisjoint(plan.names):
-        return parts
     left = {name for name in plan.names if name not in failed}
-    branches = (
+    branches = tuple(
         replace(branch, closing=tuple(name for name in branch.closing if name in left))
         for branch in plan.branches
-        if left.issuperset(branch.axes)
+        if branch.name not in failed and left.issuperset(branch.axes)
     )
-    pins = tuple(_pins(plan, failed))
-    plan = replace(plan.select(left), branches=tuple(branches))
-    return replace(parts, plan=replace(plan, pins=(*plan.pins, *pins)))
+    pins = (*plan.pins, *_pins(plan, failed))
+    return replace(parts, plan=replace(plan.select(left), branches=branches, pins=pins))
 
 
-def _pins(plan: Plan, failed: dict[str, Failure]) -> Iterator[Pin]:
-    """Yield a pin for each dim of a parameter with slots of a failed axis."""
+def _pins(plan: Plan, failed: Mapping[str, Pin]) -> Iterator[Pin]:
+    """Yield a pin for each failed branch, and for each dim of a parameter with a failed axis."""
+    for branch in plan.branches:
+        if branch.name in failed:
+            yield replace(failed[branch.name], where=f"{REFUSED}{branch.name}")
     for tensor, dims in plan.tensors.items():
         for number, dim in enumerate(dims if tensor in plan.roles else ()):
             names = (plan.axes[axis].name for axis in sorted(axes_of(dim)))
             if name := next((name for name in names if name in failed), ""):
-                yield failed[name].pin(f"{tensor} dim {number}", f"cutting slots of {name} failed")
+                yield replace(failed[name], where=f"{tensor} dim {number}")
 
 
 def _failed(analysis: Analysis) -> Iterator[tuple[str, Failure]]:
@@ -70,28 +78,3 @@ def _failed(analysis: Analysis) -> Iterator[tuple[str, Failure]]:
         return trials.failure(~closed)
 
     yield from at_fault([axis.name for axis in plan.axes], attempt)
-
-
-Why = TypeVar("Why")
-
-
-def at_fault(
-    names: Sequence[str], attempt: Callable[[Collection[str]], Why | None]
-) -> Iterator[tuple[str, Why]]:
-    """Yield names without which an attempt with all others succeeds, each with a failure.
-
-    Each is found by ever smaller groups; groups that fail only together lose their last names.
-    """
-    why = attempt(names) if names else None
-    if why is None:
-        return
-    if len(names) == 1:
-        yield names[0], why
-        return
-    half = len(names) // 2
-    found = [each for part in (names[:half], names[half:]) for each in at_fault(part, attempt)]
-    yield from found
-    guilty = {name for name, _ in found}
-    left = [name for name in names if name not in guilty]
-    while left and (why := attempt(left)) is not None:
-        yield left.pop(), why

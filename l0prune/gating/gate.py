@@ -139,7 +139,7 @@ def gate(
     """
     given, model = model, _plain(model)
     kind = _kind(gate)
-    found = offered(inferred(model, args, kwargs)) if survey is None else survey
+    found = offered(model, inferred(model, args, kwargs)) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
     if keep_class == "native":
         branches = _native_branches(branches)

@@ -439,7 +439,7 @@ def survey(
     """
     if isinstance(model, nn.Module):
         model = inside(model)
-    parts = offered(inferred(model, args, kwargs))
+    parts = offered(model, inferred(model, args, kwargs))
     weights = weights_of(model)
     layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)

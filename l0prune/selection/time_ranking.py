@@ -37,6 +37,8 @@ def ranked_by_time(
 
     Shape: scores and result ``(plan.size,)``.
     """
+    if not times.macs:  # no rates are known
+        return scores
     model = CostModel(plan, times.costs(plan, _UNIT))
     dense = model.dense_amount(_UNIT)
     whole = next((b for b in wanted if b.through is None and not b.measure.each_axis), None)

@@ -66,8 +66,11 @@ class GateTerms:
         self._penalty(self.lam, **self._prior)  # raises errors of settings before training
         self._bit_price = self._price_of_bits()
         self.budget = self._budget()
+        self._blocks: list[int] = []
         if self.budget is None:
-            blocks_for(gates.plan, (), settings.round_to, settings.latency, target=settings.target)
+            self._blocks = blocks_for(
+                gates.plan, (), settings.round_to, settings.latency, target=settings.target
+            )
         self._measures = self._recorded()
         self.fitted: dict[str, Any] = {}
 
@@ -171,7 +174,7 @@ class GateTerms:
         with fitted.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=self.learns and not self._priced)
-            elif asked.elements is None:
+            elif asked.elements is None and max(self._blocks, default=1) > 1:
                 widths: Any = {"round_to": asked.round_to, "target": asked.target}
                 fit(self._model, **widths, latency=asked.latency)
 
