@@ -115,6 +115,14 @@ def test_grey_images_and_no_name_at_all(done, tmp_path):
     assert "--data imagefolder:.:1x16" in err
 
 
+def test_another_size_than_that_of_the_images_is_said(done, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    images(tmp_path / "photos", count=5)
+    done("gate", "model.pt", "--input", "1x3x20x20")
+    _, err = done("finetune", "--epochs", "1", "--no-report")
+    assert "the images here are 16x16 and each is resized to 20x20" in err
+
+
 def test_what_a_folder_lacks_or_has_twice(done, refused, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     odd = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(77, 2))
