@@ -12,7 +12,7 @@ from typing import Any
 import l0prune
 from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
-from l0prune.cli.project import chosen, image_folder, only_model, side_of_images
+from l0prune.cli.project import chosen, image_folder, only_model
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 
@@ -112,6 +112,8 @@ def example_inputs(
 
 def _side() -> int | None:
     """Return the side of the images in this folder, if they are squares of one size."""
+    from l0prune.data.image_folder import side_of_images  # loads torch
+
     with suppress(UsageError):  # several folders of images are none
         folder = image_folder()
         return None if folder is None else side_of_images(folder)
@@ -204,6 +206,8 @@ def _images_here(info: dict[str, Any]) -> str | None:
     size = _image_size(info)
     if size is None or (folder := image_folder()) is None:
         return None
+    from l0prune.data.image_folder import side_of_images  # loads torch
+
     side = side_of_images(folder)
     size = size or str(side or 224)
     spec = f"imagefolder:{folder}:{size}"
