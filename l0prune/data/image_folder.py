@@ -19,7 +19,9 @@ from l0prune.errors import DataError
 SPEC = re.compile(r"(.+?)(?::(?:([13])x)?(\d+))?", re.DOTALL)  # folder, channels, size
 _SIZE = 224
 _BORDER = 256 / 224  # shorter side of a resized image over the side of its square crop
-_ENDINGS = tuple(".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp".split())  # torchvision's
+_ENDINGS = (
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+)  # what torchvision reads
 _SAMPLE = 64  # about as many images whose size is read
 _MOST_WORKERS = 8
 _WORTH_A_WORKER = 64  # images that take as long to read as a process takes to start
