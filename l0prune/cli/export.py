@@ -148,7 +148,7 @@ def export(
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
     built_by = _builder(info, path, trust_pickle)
-    say(f"exporting {path}")
+    say(f"exporting {path}{_unlearned(info, path)}")
     with shown(err):
         small = l0prune.export(model, verify=verify)
     small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
@@ -171,6 +171,24 @@ def export(
         result["page"] = _write_report(small, model, info, path, stem)
     emit(result, json, Group(small, early or ""))
     say_written(files, loads, json)
+
+
+def _unlearned(info: dict[str, Any], path: Path) -> str:
+    """Return a clause on a file whose gates no command has trained, and the way on; else empty."""
+    commands = info.get("commands") or [""]
+    if not str(commands[-1]).startswith("l0prune gate "):
+        return ""
+    from l0prune.training.checkpoint import NAME  # loads torch
+
+    folder = output_path(None, str(path), ".run")
+    said = ", whose gates have not learned: it is as `l0prune gate` wrote it"
+    if not (folder / NAME).exists():
+        return f"{said}; `l0prune finetune` trains it"
+    return (
+        f"{said}. The run in {folder} is not finished or its result was moved: the same `l0prune "
+        "finetune` command goes on from its checkpoint, and export takes the .tuned.pt that it "
+        "writes in the end"
+    )
 
 
 def _check_flags(*, half_io: bool, code: bool) -> None:

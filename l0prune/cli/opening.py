@@ -12,7 +12,7 @@ from typing import Any
 import l0prune
 from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
-from l0prune.cli.project import chosen, image_folder, only_model, side_of_images
+from l0prune.cli.project import chosen, image_folder, only_model
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 
@@ -100,7 +100,7 @@ def example_inputs(
     if text is None:
         from l0prune.files.example_guess import guess_example
 
-        text, origin = guess_example(model, _sides())
+        text, origin = guess_example(model, _side())
         say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
     args, kwargs = parse_input(text)
     is_fixed = getattr(model, "fixed_batch", 0) == 1
@@ -110,13 +110,14 @@ def example_inputs(
     return text, (args, kwargs)
 
 
-def _sides() -> list[int]:
+def _side() -> int | None:
     """Return the side of the images in this folder, if they are squares of one size."""
+    from l0prune.data.image_folder import side_of_images  # loads torch
+
     with suppress(UsageError):  # several folders of images are none
         folder = image_folder()
-        if folder is not None and (side := side_of_images(folder)):
-            return [side]
-    return []
+        return None if folder is None else side_of_images(folder)
+    return None
 
 
 def with_speed(budget: Any, faster: float | None) -> list[str]:
@@ -205,8 +206,18 @@ def _images_here(info: dict[str, Any]) -> str | None:
     size = _image_size(info)
     if size is None or (folder := image_folder()) is None:
         return None
-    spec = f"imagefolder:{folder}:{size or 224}"
+    from l0prune.data.image_folder import side_of_images  # loads torch
+
+    side = side_of_images(folder)
+    size = size or str(side or 224)
+    spec = f"imagefolder:{folder}:{size}"
     say(f"no data is named, so it is the images here: --data {spec}")
+    grey, _, wanted = size.rpartition("x")
+    if side not in (None, int(wanted)):
+        say(
+            f"the images here are {side}x{side} and each is resized to {wanted}x{wanted}, the size "
+            f"of the model's input; for theirs: l0prune gate --input 1x{grey or 3}x{side}x{side}"
+        )
     return spec
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ _IMAGES = {
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 }  # what torchvision reads
 _TAIL = 1 << 20  # bytes at the end of an ONNX file that are searched for an export's facts
-_SAMPLE = 8  # images whose size is read
 _TEXTS = ("model", "input", "data", "data_root")
 _SETTINGS = "finetune"
 
@@ -130,19 +127,6 @@ def _has_classes(folder: Path) -> bool:
 def _images(folder: Path) -> Iterator[Path]:
     if folder.is_dir():
         yield from (path for path in folder.iterdir() if path.suffix.lower() in _IMAGES)
-
-
-def side_of_images(folder: Path) -> int | None:
-    """Return the side of the images in a folder if they are squares of one size, else None."""
-    from PIL import Image
-
-    sizes = set()
-    paths = (path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
-    for path in islice(paths, _SAMPLE):
-        with suppress(OSError), Image.open(path) as image:
-            sizes.add(image.size)
-    sides = {side for size in sizes for side in size}
-    return sides.pop() if len(sides) == 1 else None
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from l0prune.errors import DataError
 SPEC = re.compile(r"(.+?)(?::(?:([13])x)?(\d+))?", re.DOTALL)  # folder, channels, size
 _SIZE = 224
 _BORDER = 256 / 224  # shorter side of a resized image over the side of its square crop
+_ENDINGS = (
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+)  # what torchvision reads
+_SAMPLE = 64  # about as many images whose size is read
 _MOST_WORKERS = 8
 _WORTH_A_WORKER = 64  # images that take as long to read as a process takes to start
 _FIFTH = 5  # one in this many images is for the test if there is no test folder
@@ -30,15 +35,17 @@ def image_folder(spec: str, rest: str) -> Data:
     class is a test image. Images become squares of that size (by default 224) as for torchvision's
     networks: the shorter side is resized to 256/224 of it, and the center is cropped; see
     ``Preprocessing``. Augmented training images are random crops of the originals, resized to that
-    size, mirrored or not.
+    size, mirrored or not. Where the images are squares of that size already, none is resized, and
+    augmented ones are shifted and mirrored.
     """
     found = SPEC.fullmatch(rest)
     assert found is not None  # the rest is not empty
     folder, size = Path(found[1]), max(int(found[3] or _SIZE), 1)
-    preprocessing = _imagenet_preprocessing(size, int(found[2] or 3))
-    read = partial(_read, color=preprocessing.color)
-    transforms = preprocessing.transform(), _random_crops(preprocessing)
     parts = _parts(folder)
+    is_equal = side_of_images(*parts) == size
+    preprocessing = _imagenet_preprocessing(size, int(found[2] or 3), is_equal)
+    read = partial(_read, color=preprocessing.color)
+    transforms = preprocessing.transform(), _varied(preprocessing, is_equal)
     train, augmented = (read(parts[0], transform) for transform in transforms)
     test = read(parts[-1], transforms[0])
     if train.classes != test.classes:
@@ -83,12 +90,34 @@ def _every_fifth(targets: list[int]) -> tuple[list[int], list[int]]:
     return sorted({*range(len(targets))} - {*held_back}), sorted(held_back)
 
 
-def _imagenet_preprocessing(size: int, channels: int) -> Preprocessing:
+def side_of_images(*folders: Path) -> int | None:
+    """Return the side of the images in these folders if they are squares of one size, else None.
+
+    Of many images some are read, from all over the folders.
+    """
+    images = sorted(
+        os.path.join(where, name)
+        for folder in folders
+        for where, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.lower().endswith(_ENDINGS)
+    )
+    sides = set()
+    for path in images[:: max(1, len(images) // _SAMPLE)]:
+        with suppress(OSError), Image.open(path) as image:
+            sides |= {*image.size}
+        if len(sides) > 1:
+            return None
+    return sides.pop() if sides else None
+
+
+def _imagenet_preprocessing(size: int, channels: int, is_equal: bool) -> Preprocessing:
     """Return the preprocessing of torchvision's ImageNet networks at a given size.
 
-    Grey images take the mean of the three channels' means and deviations.
+    Grey images take the mean of the three channels' means and deviations. Images of equal size
+    have no border that could be cropped.
     """
-    resize = round(size * _BORDER)
+    resize = size if is_equal else round(size * _BORDER)
     is_grey = channels == 1
     return Preprocessing(
         input_size=[channels, size, size],
@@ -102,10 +131,13 @@ def _imagenet_preprocessing(size: int, channels: int) -> Preprocessing:
     )
 
 
-def _random_crops(preprocessing: Preprocessing) -> Any:
+def _varied(preprocessing: Preprocessing, is_equal: bool) -> Any:
+    """Return the transform of augmented images; of equal size, they are shifted by an eighth."""
     from torchvision import transforms as T
 
-    crop = T.RandomResizedCrop(preprocessing.input_size[1])
+    size = preprocessing.input_size[1]
+    shift = T.Compose([T.Resize(size), T.RandomCrop(size, padding=size // 8)])
+    crop = shift if is_equal else T.RandomResizedCrop(size)
     return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
 
 

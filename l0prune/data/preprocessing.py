@@ -23,7 +23,7 @@ class Preprocessing(Strict):
         input_size: channels, height and width of an input.
         color: ``RGB`` or ``L`` (grey), the order of channels, as PIL converts to.
         resize: pixels of the shorter side after resizing, the other side in proportion, rounded
-            down; None where images keep their size.
+            down; None where images keep their size. It changes no image that has this size.
         interpolation: of the resizing, as PIL does it (antialiased).
         crop_pct: height of the crop, over ``resize``.
         crop_mode: place of the crop.
@@ -69,10 +69,12 @@ class Preprocessing(Strict):
         _, height, width = self.input_size
         size = f"{height}×{width} pixels"
         if self.resize is not None:
-            size = (
+            change = (
                 f"shorter side resized to {self.resize} pixels ({self.interpolation}, "
                 f"antialiased), middle {size} cut out"
             )
+            is_whole = self.resize == height == width
+            size = f"{size} as they are (others: {change})" if is_whole else change
         return (
             f"{self.color} images, {size}, values over {self.pixel_max:g}, minus mean "
             f"{_listed(self.mean)}, over deviation {_listed(self.std)}"

@@ -1,4 +1,4 @@
-"""Guess of a model's example inputs: from library metadata, else from its first layer.
+"""Guess of a model's example inputs: from images, library metadata, else from its first layer.
 
 A guess is a text as ``--input`` takes it. It counts if the model's forward runs on it; one whose
 examples do not affect each other is preferred, so that dim 0 is the batch.
@@ -49,14 +49,14 @@ class Guess(NamedTuple):
     origin: str
 
 
-def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
+def guess_example(model: nn.Module, side: int | None = None) -> Guess:
     """Return example inputs that the model's forward runs on; the model stays as it is.
 
     Args:
-        model: its metadata come first: Lightning's ``example_input_array``, transformers'
-            ``dummy_inputs`` and configuration, timm's data configuration, the transforms of
-            torchvision's weights.
-        sides: of available square images; tried after the sizes in the library's metadata.
+        model: with metadata, maybe. Lightning's ``example_input_array`` and transformers'
+            ``dummy_inputs`` come before all else; sizes that a library says (transformers'
+            configuration, timm's, the transforms of torchvision's weights) after ``side``.
+        side: of available images, if these are squares of one size.
 
     Raises:
         UsageError: none was found; the text says what was tried.
@@ -65,16 +65,25 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
     first: Guess | None = None
     with evaluating(model), undisturbed(model), _same_buffers(model), muted():
         layers = _first_layers(model)
-        for found in _candidates(model, layers, sides):
+        for found in _candidates(model, layers, side):
             if found.text in tried:
                 continue
             tried[found.text], is_apart = _tried(model, found.text)
             if is_apart:
-                return found
+                return _with_refused(found, tried, side)
             first = first or (None if tried[found.text] else found)
     if first is None:
         raise UsageError(_no_guess(model, layers, tried))
-    return first
+    return _with_refused(first, tried, side)
+
+
+def _with_refused(found: Guess, tried: Mapping[str, str], side: int | None) -> Guess:
+    """Return the guess; where the model refused the size of the images, its origin says so."""
+    images = f"{side}x{side}"
+    if found.text.endswith(images) or not any(text.endswith(images) for text in tried):
+        return found
+    refused = f"the model does not run on {images}, the size of the images in this folder"
+    return Guess(found.text, f"{found.origin} ({refused})")
 
 
 @contextmanager
@@ -89,14 +98,18 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _candidates(
-    model: nn.Module, layers: Mapping[str, _Layer], sides: Sequence[int]
+    model: nn.Module, layers: Mapping[str, _Layer], side: int | None
 ) -> Iterator[Guess]:
     """Yield candidate inputs, the likeliest first."""
     for origin, given in _examples_said(model):
         yield Guess(_text_of(given), origin)
         yield from _with_an_image(model, Guess(_text_of(given), origin))
     names, after = _required(model), _decoder_text(model)
-    said = [*_sizes_said(model), *(("the images in this folder", (side, side)) for side in sides)]
+    said = list(_sizes_said(model))
+    if side is not None:
+        others = [f"{name} says {h}x{w}" for name, (h, w) in said if (h, w) != (side, side)]
+        conflict = f" ({'; '.join(others)})" if others else ""
+        said.insert(0, (f"the images in this folder{conflict}", (side, side)))
 
     def text(each: Iterable[str]) -> str:
         inputs = (f"{name}{one}" for name, one in zip(names, each, strict=True))
@@ -147,26 +160,31 @@ def _with_an_image(model: nn.Module, tokens: Guess) -> Iterator[Guess]:
         yield Guess(f"{tokens.text},{image}", f"{tokens.origin} and configuration (transformers)")
 
 
-def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield image heights and widths from the library's metadata, each after its origin."""
     for name in ("pretrained_cfg", "default_cfg"):  # timm
         found = getattr(model, name, None)
         if isinstance(found, Mapping) and found.get("input_size"):
-            yield f"its {name} (timm)", tuple(found["input_size"][-2:])
+            theirs, own = found.get("num_classes"), getattr(model, "num_classes", None)
+            is_other = None not in (theirs, own) and theirs != own
+            other = f", of weights with {theirs:,} classes, not {own:,}" if is_other else ""
+            height, width = found["input_size"][-2:]
+            yield f"its {name} (timm{other})", (height, width)
     config = getattr(model, "config", None)  # transformers
     for part in (config, getattr(config, "vision_config", None)):
         side = getattr(part, "image_size", None)
         sides = (side, side) if isinstance(side, int) else side
         if isinstance(sides, tuple | list):
-            yield "its configuration (transformers)", tuple(sides[-2:])
-    weights = [each for each in _published(model) if hasattr(each, "transforms")]
+            yield "its configuration (transformers)", (sides[-2], sides[-1])
     size = sum(parameter.numel() for parameter in model.parameters())
-    if weights:  # those of the nearest parameter count are this network's
-        nearest = min(weights, key=lambda each: abs(each.meta.get("num_params", 0) - size))
-        found = nearest.transforms()
-        side = getattr(found, "crop_size", None) or getattr(found, "resize_size", None)
-        if side:
-            yield f"the transforms of its weights {nearest} (torchvision)", (side[0], side[-1])
+    for weights in _published(model):
+        if weights.meta.get("num_params") != size:  # not this network's: fewer classes, maybe
+            continue
+        found = weights.transforms()
+        if side := getattr(found, "crop_size", None) or getattr(found, "resize_size", None):
+            origin = f"the transforms of the weights {weights} for a network of its size"
+            yield f"{origin} (torchvision)", (side[0], side[-1])
+            return
 
 
 def _published(model: nn.Module) -> Iterator[Any]:
@@ -175,7 +193,7 @@ def _published(model: nn.Module) -> Iterator[Any]:
         if kind.__module__.startswith("torchvision.models."):
             for value in vars(sys.modules[kind.__module__]).values():
                 if isinstance(value, type) and issubclass(value, Enum):
-                    yield from (each for each in value if hasattr(each, "meta"))
+                    yield from (each for each in value if hasattr(each, "transforms"))
 
 
 def _required(model: nn.Module) -> list[str]:

@@ -154,7 +154,13 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
 
 
 def settled(model: nn.Module, folder: PathLike) -> nn.Module:
-    """Return the model in eval mode, with its folder's settings for generation, if any."""
+    """Return the model in eval mode, with its folder's settings for generation, if any.
+
+    A model of transformers has the folder's name, by which its tokenizer is found.
+    """
+    if class_of_transformers(type(model)) and Path(folder).is_dir():
+        named: Any = model
+        named.name_or_path = str(folder)
     if hasattr(model, "generation_config") and (Path(folder) / GENERATION).is_file():
         transformers = importlib.import_module("transformers")
         try:

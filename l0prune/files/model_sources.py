@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.configurations import class_of_transformers
 from l0prune.errors import FileError, UsageError
+from l0prune.files.beside_weights import bring_along
 from l0prune.files.pickles import load_pickle
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
@@ -192,10 +193,14 @@ def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def write_model(model: nn.Module, folder: Path) -> None:
-    """Write a model into a folder: by transformers for its models, else pickled as model.pt."""
+    """Write a model into a folder: by transformers for its models, else pickled as model.pt.
+
+    The files of its tokenizer and processor come along.
+    """
     writer: Any = model
     if class_of_transformers(type(model)):
         writer.save_pretrained(folder)
+        bring_along(model, folder)
     else:
         torch.save(model, folder / "model.pt")
 

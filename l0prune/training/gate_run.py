@@ -160,7 +160,9 @@ class GateRun:
             self.make_whole()
             if self._penalty is not None and (said := self._penalty.rank()):
                 self._say_it(said)
-            self._terms.fit()
+            opened = self._terms.fit()
+            if opened and not self.in_own_loop:
+                self._say_it(opened)
             if self._penalty is not None:
                 stand(self.gates)
             self._followers.follow(self.budget)

@@ -27,6 +27,7 @@ from l0prune.training.phases import Phases
 
 LAMBDA = "0.1/N"  # without λ, budget or penalty in the settings
 ALWAYS = (Params, Macs)  # measures that every run records
+_MOST_WIDER = 4  # axes that are named
 _TRAVEL = 120.0
 BINS = 20  # of open probabilities, from 0 to 1
 _FASTEST = 0.3
@@ -168,15 +169,42 @@ class GateTerms:
         (slope,) = torch.autograd.grad(self.gates.gate_now.open_probability(at).sum(), at)
         return slope
 
-    def fit(self) -> None:
-        """Fit the gates, before they are fixed, so that an export just meets the budgets."""
-        asked = self._settings
+    def fit(self) -> str:
+        """Fit the gates, before they are fixed, so that an export just meets the budgets.
+
+        Returns:
+            Which axes are wider than before and why; empty if none is.
+        """
+        asked, before = self._settings, self.gates.open().cpu()
         with fitted.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=self.learns and not self._priced)
             elif asked.elements is None and max(self._blocks, default=1) > 1:
                 widths: Any = {"round_to": asked.round_to, "target": asked.target}
                 fit(self._model, **widths, latency=asked.latency)
+        return self._opened_again(before)
+
+    def _opened_again(self, before: Tensor) -> str:
+        now, plan = self.gates.open().cpu(), self.gates.plan
+        open_ = ((a.name, int(before[a.slice].sum()), int(now[a.slice].sum())) for a in plan.axes)
+        wider = [f"{name} {old:,} → {new:,}" for name, old, new in open_ if new > old]
+        if not wider:
+            return ""
+        has_filling = bool(self.fitted.get("filling"))
+        reasons = ["widths are whole blocks of the runtime (round_to)"] * has_filling
+        if self.budget is not None:
+            reasons.append("the budget leaves room for the likeliest slots")
+        more = f" and {len(wider) - _MOST_WIDER} more" if len(wider) > _MOST_WIDER else ""
+        shares = (
+            f"{name} {measure.actual(before) / dense:.1%} → {measure.actual(now) / dense:.1%}"
+            for name, measure in self._measures.items()
+            if (dense := measure.dense())
+        )
+        return (
+            f"the gates are fixed from here on, and slots open again, as "
+            f"{' and '.join(reasons) or 'widths are rounded up'}: "
+            f"{', '.join(wider[:_MOST_WIDER])}{more}; in all {', '.join(shares)}"
+        )
 
     def _note(self, found: fitted.Fitted) -> None:
         self.fitted = found.to_dict() if found.filling or found.looks else {}

@@ -43,12 +43,19 @@ _NO_BEFORE = (
     f"pruner.after_step() was called {_CALLS} times without pruner.before_step(): the gates feel "
     "neither penalty nor budget. Call before_step(optimizer) after backward, before each step"
 )
+_NOT_BEGUN = (
+    "a Pruner was made for this model, and neither its before_step(optimizer) nor its after_step() "
+    "was called: the gates have not learned, and an export has the slots that were open before. "
+    "Call both in each step of the loop"
+)
 
 
 def _unfinished(pruner: ref[Pruner], open_: Tensor) -> str:
-    """Return a warning if gates of an unfinished run exceed the budget; else an empty string."""
+    """Return a warning if the run has not begun, or its gates exceed the budget; else empty."""
     run = pruner()
-    if run is None or run.budget is None or not (run.step or run._pending):
+    if run is not None and not (run.step or run._pending):
+        return _NOT_BEGUN
+    if run is None or run.budget is None:
         return ""
     found = excess_of(run.budget, open_)
     return found and (

@@ -115,6 +115,33 @@ def test_grey_images_and_no_name_at_all(done, tmp_path):
     assert "--data imagefolder:.:1x16" in err
 
 
+def test_another_size_than_that_of_the_images_is_said(done, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    images(tmp_path / "photos", count=5)
+    done("gate", "model.pt", "--input", "1x3x20x20")
+    _, err = done("finetune", "--epochs", "1", "--no-report")
+    assert "the images here are 16x16 and each is resized to 20x20" in err
+
+
+def test_an_export_before_the_gates_have_learned_is_said(done, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    images(tmp_path / "photos", count=5)
+    done("gate", "model.pt")
+    export = ("export", "--state", "--no-report")
+    _, err = done(*export)
+    assert "model.gated.pt, whose gates have not learned" in err
+    assert "`l0prune finetune` trains it" in err
+    done("finetune", "--epochs", "1", "--no-report")
+    _, err = done(*export)
+    assert "exporting model.tuned.pt\n" in err
+    (tmp_path / "model.tuned.pt").unlink()  # as if the run had been stopped
+    _, err = done(*export)
+    assert "whose gates have not learned" in err
+    said = " ".join(err.split())
+    assert "The run in model.run is not finished" in said
+    assert "the same `l0prune finetune` command goes on from its checkpoint" in said
+
+
 def test_what_a_folder_lacks_or_has_twice(done, refused, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     odd = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(77, 2))

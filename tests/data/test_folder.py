@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -53,6 +54,39 @@ def test_augmented_images_are_reproducible_and_vary(tmp_path):
     assert torch.equal(batches[0], batches[1])
     assert not torch.equal(batches[0], batches[2])
     assert torch.equal(batches[3][0], batches[3][1])
+
+
+def noise(path, side):
+    pixels = np.random.default_rng(len(str(path))).integers(0, 256, (side, side, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    return pixels
+
+
+def test_images_of_the_right_size_are_not_resized(tmp_path):
+    make(tmp_path, count=1)
+    for part in ("train", "val"):
+        for label in ("cat", "dog"):
+            pixels = noise(tmp_path / part / label / "0.png", 32)
+    data = load_data(f"imagefolder:{tmp_path}:32")
+    known = data.preprocessing
+    assert (known.resize, known.crop_pct) == (32, 1)
+    assert "32×32 pixels as they are" in str(known)
+    plain = known.scaled(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    assert torch.allclose(next(data.test.batches(2))[0][1:], plain, atol=1e-6)
+    draw = torch.Generator().manual_seed(0)
+    varied, labels = next(data.train.batches(2, generator=draw, augment=True))
+    whole = data.train.example(2)[labels]
+    for image, source in zip(varied, whole, strict=True):  # a part of it lies somewhere, unchanged
+        part = image[:, 8:24, 8:24]
+        views = [
+            each[:, down : down + 16, right : right + 16]
+            for each in (source, source.flip(2))
+            for down in range(4, 13)
+            for right in range(4, 13)
+        ]
+        assert any(torch.equal(part, view) for view in views)
+    noise(tmp_path / "train" / "cat" / "1.png", 33)
+    assert load_data(f"imagefolder:{tmp_path}:32").preprocessing.resize == 37
 
 
 def test_a_folder_for_each_class_and_no_parts(tmp_path):

@@ -150,17 +150,35 @@ def test_dummy_inputs_of_transformers_by_name():
 
 
 @pytest.mark.slow
-def test_torchvision_says_the_size_of_its_weights():
+def test_torchvision_says_the_size_of_its_weights_and_of_no_other_network():
     models = pytest.importorskip("torchvision.models")
     found = guess_example(models.efficientnet_b1())
     assert found.text == "2x3x240x240"
     assert "EfficientNet_B1_Weights" in found.origin
+    ten = models.resnet18(num_classes=10)
+    assert guess_example(ten) == ("2x3x224x224", "its first layer, conv1")
+    assert guess_example(ten, 32) == ("2x3x32x32", "the images in this folder")
+    origin = guess_example(models.resnet18(), 32).origin
+    assert "the images in this folder (the transforms of the weights ResNet18_Weights." in origin
+    assert "says 224x224)" in origin
 
 
-def test_images_that_lie_there_come_before_usual_sizes():
+def test_images_come_before_what_libraries_say_and_a_conflict_is_named():
     pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1))
-    assert guess_example(pooled, [20]).text == "2x3x20x20"
+    assert guess_example(pooled, 20) == ("2x3x20x20", "the images in this folder")
     assert guess_example(pooled).text == "2x3x224x224"
+    pooled.pretrained_cfg = {"input_size": (3, 48, 48), "num_classes": 1000}
+    found = guess_example(pooled, 20)
+    said = "its pretrained_cfg (timm) says 48x48"
+    assert found == ("2x3x20x20", f"the images in this folder ({said})")
+    assert guess_example(pooled, 48) == ("2x3x48x48", "the images in this folder")
+    pooled.num_classes = 4
+    found = guess_example(pooled)
+    assert found.text == "2x3x48x48"
+    assert "of weights with 1,000 classes, not 4" in found.origin
+    found = guess_example(images(3, 28, pretrained_cfg={"input_size": (3, 28, 28)}), 20)
+    assert found.text == "2x3x28x28"
+    assert "the model does not run on 20x20, the size of the images in this folder" in found.origin
 
 
 class Counting(nn.Module):

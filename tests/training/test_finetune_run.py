@@ -393,3 +393,27 @@ def test_what_was_measured_before_the_first_step_is_of_the_network_without_its_g
     assert facts == history.all_facts
     assert (facts["steps"], facts["settle"], facts["epochs"]) == (16, 16, 2)
     assert facts["settings"]["lr"] == "0.001"
+
+
+def test_layers_that_are_wider_while_the_weights_settle_are_said(capsys):
+    settings = {"epochs": 6, "batch_size": 30, "settle": 2, "gate_lr": 0.3, "ema": 0}
+    model = gated()
+    history = l0prune.finetune(
+        model, data(), budget="params=0.6", round_to=8, report=False, **settings
+    )
+    before, after = history.records[3], history.records[4]
+    assert (before["phase"], after["phase"]) == ("prune", "settle")
+    wider = [
+        f"{name} {before['open'][name]} → {count}"
+        for name, count in after["open"].items()
+        if count > before["open"][name]
+    ]
+    assert wider
+    said = " ".join(capsys.readouterr().err.split())
+    why = "the budget leaves room for the likeliest slots"
+    assert f"slots open again, as {why}: {wider[0]}" in said
+    whole = sum(parameter.numel() for parameter in network().parameters())
+    shares = [each["params"] / whole for each in (before, after)]
+    assert f"params {shares[0]:.1%} → {shares[1]:.1%}" in said
+    l0prune.finetune(gated(), data(), lam=0.0, report=False, **settings)
+    assert "open again" not in capsys.readouterr().err

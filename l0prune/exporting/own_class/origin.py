@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from l0prune import __version__
 from l0prune.capture.configurations import (
@@ -38,7 +40,7 @@ from l0prune.files.manifest import (
     parsed,
 )
 from l0prune.files.smaller_model import put_on
-from l0prune.files.user_code import is_rebuildable
+from l0prune.files.user_code import is_rebuildable, torchvision_model
 from l0prune.running.device import device_of
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path and its inputs
@@ -161,18 +163,37 @@ def _origins(manifest: Manifest, module: nn.Module, spec: str) -> Iterator[Origi
 
 
 def _of_torchvision(manifest: Manifest, module: nn.Module) -> Iterator[str]:
-    """Yield names of torchvision models from this class's file with the manifest's old shapes."""
+    """Yield names of torchvision models of this class with the manifest's old shapes."""
     from torchvision import models
 
+    kind, shapes = type(module), {name: sizes.old for name, sizes in manifest.shapes.items()}
     for name in models.list_models():
-        builder = models.get_model_builder(name)
-        if builder.__module__ == type(module).__module__:
-            with torch.device("meta"):
-                state = builder(weights=None).state_dict()
-            if {n: list(t.shape) for n, t in state.items()} == {
-                n: sizes.old for n, sizes in manifest.shapes.items()
-            }:
-                yield name
+        file = sys.modules[models.get_model_builder(name).__module__]
+        if getattr(file, kind.__name__, None) is not kind:
+            continue
+        made = _without_values(name)
+        if type(made) is kind and shapes == {n: [*t.shape] for n, t in made.state_dict().items()}:
+            yield name
+
+
+def _without_values(name: str) -> nn.Module:
+    """Build a network of torchvision with parameters on the meta device."""
+    try:
+        with torch.device("meta"):
+            return torchvision_model(name)
+    except NotImplementedError:  # its builder reads tensors that it has computed
+        with _ParametersWithoutValues():
+            return torchvision_model(name)
+
+
+class _ParametersWithoutValues(TorchFunctionMode):
+    """Creates parameters on the meta device, and computes with tensors of values as always."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
 
 
 def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> Manifest:

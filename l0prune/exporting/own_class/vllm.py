@@ -25,6 +25,7 @@ from l0prune.errors import CertificateError, UsageError, in_a_line
 from l0prune.exporting.own_class.origin import Trials, fault_of
 from l0prune.exporting.own_class.writing import CONFIG
 from l0prune.files.atomic import PathLike, replaced_folder
+from l0prune.files.beside_weights import bring_along
 from l0prune.files.manifest import GENERATION
 from l0prune.files.smaller_model import WEIGHTS
 from l0prune.files.tensor_file import each_once, write_tensors
@@ -84,9 +85,11 @@ def write_for_vllm(folder: PathLike, module: nn.Module, trials: Trials) -> str:
         if settings is not None:
             (scratch / GENERATION).write_text(settings.to_json_string(), encoding="utf-8")
         (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        beside = bring_along(module, scratch)
+    put_tokenizer = f"Put the tokenizer's files into {folder}."
     return (
-        f"Put the tokenizer's files into {folder}; `vllm serve {folder} --trust-remote-code` is "
-        f"meant to serve it (not tried: vLLM is not installed here)."
+        f"`vllm serve {folder} --trust-remote-code` is meant to serve it (not tried: vLLM is not "
+        f"installed here). {beside or put_tokenizer}"
     )
 
 

@@ -29,6 +29,7 @@ from l0prune.exporting.own_class.sizes import Changes, joined
 from l0prune.exporting.own_class.skipped_modules import numbers_of, renumbered
 from l0prune.files import cut_layers, given_sizes
 from l0prune.files.atomic import PathLike, replaced_folder
+from l0prune.files.beside_weights import bring_along
 from l0prune.files.cut_layers import SkippedModule
 from l0prune.files.manifest import GENERATION, Manifest, Origin, built
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS, as_text, put_on
@@ -89,7 +90,8 @@ def write_folder(
             lines.append(f"{NAME} in it does what l0prune.resize does, without l0prune.")
         if manifest.origin.transformers:
             lines.append(_for_transformers(scratch, module, manifest, trials))
-    return "\n".join(lines)
+            lines.append(bring_along(module, scratch))
+    return "\n".join(filter(None, lines))
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
@@ -170,8 +172,8 @@ def shortened(
             found = _made(_shorter(manifest, origin, renamed), tensors)
             if found is None or fault_of(found[0], module, trials, renamed):
                 continue
-            if hasattr(module, "generation_config"):
-                found[0].generation_config = module.generation_config
+            for name in {"generation_config", "name_or_path"} & {*dir(module)}:
+                setattr(found[0], name, getattr(module, name))
             others = [(new, given) for at, given in trials if (new := renamed(at)) or not at]
             return shortened(*found, others)
     return module, manifest, trials
