@@ -178,7 +178,8 @@ class Trials:
         """Raise an error if an operator fails on its inputs, or returns an unplanned shape."""
         values: dict[Node, Any] = {}  # results whose shape has changed
         fakes = (node.meta.get("val") for node in graph.nodes)
-        mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
+        some = next(value for value in fakes if isinstance(value, FakeTensor))
+        mode = some.fake_mode
 
         def now(operand: Node) -> Any:
             return values[operand] if operand in values else _in_numbers(operand.meta.get("val"))
@@ -187,8 +188,11 @@ class Trials:
             old = node.meta.get("val")
             if node.op in ("get_attr", "placeholder"):
                 wanted = _shapes(sizes, node)
-                if old is None and node.op == "get_attr":  # an index that a rewrite has made
-                    values[node] = mode.from_tensor(getattr(self.tensors, str(node.target)))
+                if old is None and node.op == "get_attr":
+                    value = getattr(self.tensors, str(node.target))
+                    if isinstance(value, Tensor):  # an index that a rewrite has made
+                        value = mode.from_tensor(value.to(some.device))
+                    values[node] = value  # or a branch of control flow
                 elif isinstance(old, Tensor) and wanted not in (None, list(old.shape)):
                     values[node] = old.new_empty(wanted)
                 continue

@@ -297,7 +297,8 @@ def test_a_budget_that_cannot_be_met(done, refused, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "latency=0.5"], "needs the times of this network"),
+        (["--faster", "0.5"], "no faster than the one that came in"),
+        (["--faster", "2", "--budget", "latency=1ms"], "leave out the other one"),
         (["--budget", "params=0.0001"], "cannot be met"),
         (["--budget", "params=0.0001", "--score", "fisher"], "cannot be met"),
         (["--budget", "params=0.5", "--kind", "head"], "is of the kind 'head'"),

@@ -91,5 +91,5 @@ def test_a_single_slot_that_is_picked_stays_with_all_of_its_axis(one):
     layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Linear(36, 3), "c": nn.Conv2d(8, 2, 1)}
     model = Fn(lambda m, x: (m.b(one(h := m.a(x)).flatten(1)), m.c(h)), **layers)
     found = l0prune.survey(model, (torch.randn(2, 3, 6, 6),))
-    assert found.axes == ()
+    assert {axis.kind for axis in found.axes} <= {"input"}  # a pixel that b reads, and no channel
     assert "single positions" in next(la for la in found.layers if la.name == "a").output.reason

@@ -84,3 +84,25 @@ def test_an_amount_with_its_unit_is_no_share():
     assert (absolute.is_share, share.is_share) == (False, True)
     assert absolute.most(20.0) == 0.5
     assert share.most(20.0) == 10.0
+
+
+def test_times_as_fast_are_a_share_of_the_milliseconds():
+    assert limits("speed=2") == limits("latency=0.5")
+    assert limits({"speed": "4x"}) == limits("latency=25%")
+    assert str(limits("speed=2.5")[0]) == "speed=2.5"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("speed=1", "no faster than the one that came in"),
+        ("speed=0.5", "no faster than the one that came in"),
+        ("speed=50%", "speed=2 is twice as fast"),
+        ("speed=2ms", "speed=2 is twice as fast"),
+        ("layer3.*: speed=2", "the whole network"),
+        ("speed=2, latency=0.3", "twice"),
+    ],
+)
+def test_a_wrong_speed_is_refused(wrong, said):
+    with pytest.raises(UsageError, match=said):
+        limits(wrong)

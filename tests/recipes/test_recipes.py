@@ -253,13 +253,13 @@ def folder(done, tmp_path):
     return shutil.copytree(done[0], tmp_path / "run", copy_function=shutil.copy2)
 
 
-def test_a_budget_in_latency_wants_times():
-    asked = ["finetune.budget=latency=1ms"]
-    with pytest.raises(UsageError, match=r"add a section \[latency\], or latency\.threads=1"):
-        load("digits-lenet", asked)
-    with pytest.raises(UsageError, match=r"latency\.threads=1"):
-        load("digits-lenet", ["rounds=[{fit={budget='latency=0.5'}}]"])
-    assert load("digits-lenet", [*asked, "latency.threads=1"]).goes_by_times
+@pytest.mark.parametrize(
+    "asked", ["finetune.budget=speed=2", "rounds=[{fit={budget='latency=0.5'}}]"]
+)
+def test_a_budget_in_time_is_timed_without_a_section_for_it(asked):
+    recipe = load("digits-lenet", [asked])
+    assert recipe.latency.threads == 1
+    assert any(part.goes_by_times for part in (*recipe.rounds, recipe))
 
 
 def test_only_what_could_go_by_times_is_timed():

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
 from l0prune.data import Data, Tensors
-from l0prune.errors import AlreadyGated, DataError, FileError, NotGated, UsageError
+from l0prune.errors import AlreadyGated, DataError, FileError, L0pruneWarning, NotGated, UsageError
 from l0prune.files.atomic import claimed
 from l0prune.running.evaluate import evaluate
 from l0prune.running.task import Task
@@ -172,7 +172,8 @@ def test_gates_alone_learn_where_all_weights_are_frozen():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("log_alpha"))
     weights = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    history = finetune(model, data(), epochs=3, budget="params=0.6", progress=False)
+    with pytest.warns(L0pruneWarning, match="all weights of this model are frozen"):
+        history = finetune(model, data(), epochs=3, budget="params=0.6", progress=False)
     assert history.last["params"] <= 0.6 * history.last["dense_params"]
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
 
