@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import reports_page
 from benchmarks.isolation import ROOT, Row, rows
 from benchmarks.threads import CASES, Case
 
@@ -40,7 +41,7 @@ def page() -> str:
     parts = [HEAD, f"**{passed} of {len(CASES)} cases pass.**\n"]
     for number, case in enumerate(CASES, start=1):
         parts.append(_case(number, case, found))
-    return "\n".join(parts)
+    return "\n".join([*parts, reports_page.section()])
 
 
 def _case(number: int, case: Case, found: dict[str, Row]) -> str:
