@@ -23,7 +23,7 @@ TEXT: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "num_attention_h
 TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 
 
-def _of(model: str, config: str, **settings: Any) -> Any:
+def _made(model: str, config: str, **settings: Any) -> Any:
     """A model of transformers by the names of its classes, with weights of some size."""
     import transformers
 
@@ -45,7 +45,7 @@ def llava(folder: Path) -> Built:
     reads = LlamaConfig(
         **TEXT, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2, head_dim=8
     )
-    model = _of(
+    model = _made(
         "LlavaForConditionalGeneration", "LlavaConfig", vision_config=sees, text_config=reads,
         image_token_id=WORDS - 1, image_seq_length=4,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def graph_attention(folder: Path) -> Built:
 
 def deepseek(folder: Path) -> Built:
     """Latent attention, of two ranks."""
-    model = _of(
+    model = _made(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", **TEXT, num_key_value_heads=4,
         num_hidden_layers=2, intermediate_size=40, first_k_dense_replace=2, q_lora_rank=16,
         kv_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6,
@@ -137,7 +137,7 @@ def deepseek(folder: Path) -> Built:
 
 def nemotron(folder: Path) -> Built:
     """A Mamba in groups, an attention and a mixture of experts."""
-    model = _of(
+    model = _made(
         "NemotronHForCausalLM", "NemotronHConfig", **TEXT, num_key_value_heads=2, head_dim=8,
         layers_block_type=["mamba", "attention", "moe"], intermediate_size=40, mamba_num_heads=4,
         mamba_head_dim=8, ssm_state_size=8, n_groups=2, chunk_size=8, n_routed_experts=4,
@@ -150,7 +150,7 @@ def nemotron(folder: Path) -> Built:
 
 def minimax(folder: Path) -> Built:
     """Eight experts, and a bias that corrects their scores beside the router."""
-    model = _of(
+    model = _made(
         "MiniMaxM2ForCausalLM", "MiniMaxM2Config", **TEXT, num_key_value_heads=2, head_dim=8,
         num_hidden_layers=2, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def minimax(folder: Path) -> Built:
 
 def grouped_experts(folder: Path) -> Built:
     """Sixteen experts in four groups, of which the router chooses two first."""
-    model = _of(
+    model = _made(
         "DeepseekV3ForCausalLM", "DeepseekV3Config", **TEXT, num_key_value_heads=4,
         num_hidden_layers=2, intermediate_size=40, first_k_dense_replace=1, q_lora_rank=16,
         kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_group=4,
@@ -185,7 +185,7 @@ def llama(folder: Path) -> Built:
 
 def vit(folder: Path) -> Built:
     """A ViT of transformers for images of 16."""
-    model = _of(
+    model = _made(
         "ViTForImageClassification", "ViTConfig", hidden_size=64, num_hidden_layers=2,
         num_attention_heads=8, intermediate_size=96, image_size=16, patch_size=4, num_labels=3,
     )  # fmt: skip

@@ -110,7 +110,7 @@ def sized(of: Report, model: nn.Module, example: Example) -> nn.Module:
 
 
 def in_rounds(of: Report, model: nn.Module, example: Example, rounds: int = 5) -> nn.Module:
-    """What the last round has left is trained, gated and cut again."""
+    """Five cuts; the result of each is trained, gated and cut again."""
     randomise(model)
     for number in range(rounds):
         l0prune.gate(model, *example, branches=False)
@@ -146,7 +146,7 @@ def stream(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: P
 
 
 def stored(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: Path) -> str:
-    """How many numbers the two files hold."""
+    """The numbers that the two files hold, and those that were counted."""
     counts = []
     for name in ("net.onnx", "small.onnx"):
         arrays = onnx.load(folder / name).graph.initializer
@@ -156,7 +156,7 @@ def stored(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: P
 
 
 def tower(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: Path) -> str:
-    """How much of the vision tower is left, and of the hidden size."""
+    """Parameters of the vision tower and the hidden size, before and after."""
     both = [
         sum(p.numel() for name, p in each.named_parameters() if "vision_tower" in name)
         for each in (model, small.module)
@@ -173,7 +173,7 @@ def sizes(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: Pa
 
 
 def counted(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: Path) -> str:
-    """Counts of a network that is frozen, and whether the smaller one is."""
+    """Counted parameters of a frozen network, and those of the smaller one that learn."""
     free = sum(p.requires_grad for p in small.module.parameters())
     return f"{small.params_before:,} parameters counted, {free} of the smaller network's learn"
 

@@ -40,8 +40,8 @@ HERE = "test_the_network_of_a_report_is_cut"
 
 REPORTS = {
     "Model-Optimizer 1792": Report(
-        "of a model of images and text the language model alone is to be cut; its hidden size "
-        "meets the projector",
+        "of a model of images and text the language model alone is to be cut; it shares its hidden "
+        "size with the projector",
         "`include=` gates it alone, with the hidden size; the vision tower keeps every weight, "
         "and hooks of the first call are as they were",
         "test_a_model_that_installs_hooks_at_its_first_call_is_as_it_was",
@@ -78,8 +78,8 @@ REPORTS = {
     ),
     "Model-Optimizer 1814": Report(
         "Nemotron Nano 3: Mamba, attention and experts in one network",
-        "widths of all three are cut; an axis that the class cannot say at another size is a pin "
-        "before training",
+        "widths of all three are cut; axes are tried before training, and one that fails stays "
+        "whole with a reason",
         HERE,
         make.nemotron,
     ),

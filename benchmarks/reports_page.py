@@ -45,7 +45,7 @@ def with_reports(text: str) -> str:
 
 
 def passes(row: Row) -> bool:
-    """Is the network smaller, exact, of its own class, and equal in its files?"""
+    """Return whether the network is smaller, exact, of its own class, and equal in its files."""
     return (
         row.get("step") == "done"
         and row["params_after"] < row["params_before"]

@@ -11,6 +11,7 @@ HEAD = """# Fifteen cases on which users of other tools failed
 Threads in the trackers of Torch-Pruning, OTO (only_train_once), NNCF and ModelOpt, by number,
 in which users tell where those tools failed; and what l0prune does with the same kind of network.
 Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --page docs/threads.md`.
+[A second table](#fourteen-more-reports) has reports of eight projects, from 2023 to 2026.
 
 Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
 written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
