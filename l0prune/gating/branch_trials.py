@@ -188,7 +188,8 @@ class Trials:
             if node.op in ("get_attr", "placeholder"):
                 wanted = _shapes(sizes, node)
                 if old is None and node.op == "get_attr":  # an index that a rewrite has made
-                    values[node] = mode.from_tensor(getattr(self.tensors, str(node.target)))
+                    held = getattr(self.tensors, str(node.target))  # or a branch of control flow
+                    values[node] = mode.from_tensor(held) if isinstance(held, Tensor) else held
                 elif isinstance(old, Tensor) and wanted not in (None, list(old.shape)):
                     values[node] = old.new_empty(wanted)
                 continue
