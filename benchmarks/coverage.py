@@ -5,6 +5,7 @@
     python -m benchmarks.coverage --zoo transformers --branches
     python -m benchmarks.coverage --page docs/coverage.md [--zoo ZOO: its section alone]
     python -m benchmarks.coverage --zoo threads [--page docs/threads.md]
+    python -m benchmarks.coverage --zoo reports [--page docs/threads.md: their section alone]
 
 One process per model, so that none can harm another, its peak memory is its own, and a run that
 was stopped goes on where it was. Results are JSON lines in ``runs/coverage-ZOO.jsonl``; ``--page``
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 import l0prune
-from benchmarks import isolation, threads, today, zoo
+from benchmarks import isolation, reports, reports_page, threads, today, zoo
 from benchmarks.coverage_page import page, with_section
 from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row, parser_of
@@ -47,6 +48,12 @@ from l0prune.exporting.certify.certificate import MODEL
 from l0prune.exporting.certify.difference import difference
 from l0prune.files.cut_layers import LAYERS
 
+# Networks of threads in trackers, and the line of each for the terminal.
+OF_USERS = {
+    "threads": (threads.MODELS, threads_summary),
+    "reports": (reports.REPORTS, reports_page.summary),
+}
+
 
 def steps(
     which: str, name: str, with_sizes: bool = False, with_branches: bool = False
@@ -56,6 +63,11 @@ def steps(
         from benchmarks import thread_steps
 
         yield from thread_steps.steps(name)
+        return
+    if which == "reports":
+        from benchmarks import report_steps
+
+        yield from report_steps.steps(name)
         return
     model, (args, kwargs), loss = zoo.build_with_loss(which, name)
     yield {"step": "survey"} | ({"versions": today.versions()} if which == "today" else {})
@@ -169,7 +181,7 @@ def summary(row: Row) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--zoo", choices=(*zoo.ZOOS, "threads"))
+    parser.add_argument("--zoo", choices=(*zoo.ZOOS, *OF_USERS))
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--sizes", action="store_true", help="free sizes beside the batch, too")
     parser.add_argument("--branches", action="store_true", help="close half of them, too")
@@ -185,6 +197,8 @@ def main() -> None:
     if options.page:
         if options.zoo == "threads":
             text = threads_page()
+        elif options.zoo == "reports":
+            text = reports_page.with_reports(options.page.read_text(encoding="utf-8"))
         elif options.zoo:
             text = with_section(options.page.read_text(encoding="utf-8"), options.zoo)
         else:
@@ -195,9 +209,8 @@ def main() -> None:
         parser.error("which --zoo?")
     kind = f"{options.zoo}-branches" if options.branches else options.zoo
     path = ROOT / "runs" / f"coverage-{kind}.jsonl"
-    every = threads.MODELS if options.zoo == "threads" else zoo.names(options.zoo)
+    every, line = OF_USERS.get(options.zoo) or (zoo.names(options.zoo), summary)
     names = options.models or isolation.missing(path, every)
-    line = threads_summary if options.zoo == "threads" else summary
     also = [f"--{name}" for name in ("sizes", "branches") if getattr(options, name)]
     isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, line, also)
 

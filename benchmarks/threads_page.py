@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks import reports_page
 from benchmarks.isolation import ROOT, Row, rows
 from benchmarks.threads import CASES, Case
 
@@ -10,6 +11,7 @@ HEAD = """# Fifteen cases on which users of other tools failed
 Threads in the trackers of Torch-Pruning, OTO (only_train_once), NNCF and ModelOpt, by number,
 in which users tell where those tools failed; and what l0prune does with the same kind of network.
 Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --page docs/threads.md`.
+[A second table](#fourteen-more-reports) has reports of eight projects, from 2023 to 2026.
 
 Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
 written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
@@ -40,7 +42,7 @@ def page() -> str:
     parts = [HEAD, f"**{passed} of {len(CASES)} cases pass.**\n"]
     for number, case in enumerate(CASES, start=1):
         parts.append(_case(number, case, found))
-    return "\n".join(parts)
+    return "\n".join([*parts, reports_page.section()])
 
 
 def _case(number: int, case: Case, found: dict[str, Row]) -> str:

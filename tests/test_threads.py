@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.isolation import ROOT
+from benchmarks.reports import REPORTS
+from benchmarks.reports_page import TITLE, section, with_reports
+from benchmarks.reports_page import passes as report_passes
 from benchmarks.threads import CASES, MODELS
 from benchmarks.threads_page import EXACT, SAME, page, passes
 
@@ -51,3 +55,44 @@ def test_a_network_is_cut_and_loaded_again(name):
     assert row["onnx"] is not None
     assert row["class"] != "graph"
     assert row["reloaded_error"] <= SAME
+
+
+def test_every_report_is_on_the_page_with_its_test():
+    """Also on the page as it is committed; tests that are named there are looked for elsewhere."""
+    text = section()
+    assert len(REPORTS) == 14
+    for name, report in REPORTS.items():
+        assert f"| {name} | {report.situation} | {report.answer} | `{report.test}` |" in text
+    committed = (ROOT / "docs" / "threads.md").read_text()
+    assert with_reports(committed).partition(TITLE)[0] == committed.partition(TITLE)[0]
+    assert TITLE in committed
+    assert all(f"\n| {name} | {each.situation} |" in committed for name, each in REPORTS.items())
+    assert "failed" not in committed.partition(TITLE)[2]
+
+
+def test_a_report_that_was_not_measured_has_not_passed():
+    row = {"step": "done", "params_before": 9, "params_after": 4, "float64": 1e-15, "class": "yes"}
+    row["loaded_error"] = 0.0
+    assert report_passes(row)
+    assert not report_passes({})
+    for worse in ({"float64": 1e-3}, {"class": "graph"}, {"params_after": 9}, {"step": "onnx"}):
+        assert not report_passes(row | worse)
+    assert not report_passes(row | {"loaded_error": 1e-3})
+
+
+QUICK = ("onnxsim 1012",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n not in QUICK else ()) for n in REPORTS]
+)
+def test_the_network_of_a_report_is_cut(name):
+    for package in ("peft", "transformers"):
+        pytest.importorskip(package)
+    from benchmarks.report_steps import steps
+
+    row = {}
+    for done in steps(name):
+        row |= done
+    assert report_passes(row | {"step": "done"}), row
+    assert row.get("onnx", 0.0) < 1e-5

@@ -1,0 +1,82 @@
+"""The section of the page of threads that is about ``benchmarks.reports``."""
+
+from __future__ import annotations
+
+from benchmarks.isolation import ROOT, Row, failure, rows
+from benchmarks.reports import REPORTS, Report
+
+TITLE = "## Fourteen more reports"
+HEAD = f"""{TITLE}
+
+Issues and pull requests, by number, about pruning and about files of pruned models, in eight
+projects; some tell of an error, some ask for a feature. Networks are small ones written anew, or
+classes of transformers at small sizes (`benchmarks/report_models.py`), with random weights. Half of
+the gates are closed at random, to any width; the Llama of LLM-Shearing 74 gets the sizes that are
+given, the ViT of Torch-Pruning 411 loses a fifth of its MACs in each of five rounds, and of the
+experts (llm-compressor) 5 of 8 and 12 of 16 stay. Measured by `python -m benchmarks.coverage --zoo
+reports`, printed by `--zoo reports --page docs/threads.md`.
+
+*params*, *float64*, *class*, *ONNX* and *loaded by* are as above. A model of fewer experts is
+compared with the whole one, whose router never chooses the others, and has no ONNX file. A report
+passes if its network is smaller, exact and of its own class, and equal in ONNX and after loading.
+"""
+EXACT, SAME = 1e-10, 1e-6
+COLUMNS = ("thread", "what it is about", "what l0prune does", "test")
+FIGURES = ("params", "float64", "class", "ONNX", "loaded by")
+
+
+def section() -> str:
+    """A table of all reports, and what else was measured."""
+    found = {row["model"]: row for row in rows(ROOT / "runs" / "coverage-reports.jsonl")}
+    passed = sum(passes(found.get(name, {})) for name in REPORTS)
+    lines = [HEAD, f"**{passed} of {len(REPORTS)} reports pass.**\n"]
+    lines += [_line((*COLUMNS, *FIGURES)), "|" + "---|" * len((*COLUMNS, *FIGURES))]
+    for name, report in REPORTS.items():
+        lines.append(_line((name, *_said(report), *_cells(found.get(name, {})))))
+    notes = [
+        f"- {name}: {found[name]['also']}." for name in REPORTS if found.get(name, {}).get("also")
+    ]
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def with_reports(text: str) -> str:
+    """The page with that section made anew; it comes last."""
+    return f"{text.partition(TITLE)[0].rstrip()}\n\n{section()}"
+
+
+def passes(row: Row) -> bool:
+    """Return whether the network is smaller, exact, of its own class, and equal in its files."""
+    return (
+        row.get("step") == "done"
+        and row["params_after"] < row["params_before"]
+        and row["float64"] <= EXACT
+        and row["class"] != "graph"
+        and row["loaded_error"] <= SAME
+    )
+
+
+def summary(row: Row) -> str:
+    """One line for the terminal."""
+    verdict = "passes" if passes(row) else "fails"
+    said = f"{row['model']:22} {verdict}: {', '.join(_cells(row))}"
+    return "\n    ".join(each for each in (said, row.get("also", ""), failure(row)) if each)
+
+
+def _said(report: Report) -> tuple[str, str, str]:
+    return report.situation, report.answer, f"`{report.test}`"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.get("step") != "done":
+        return f"failed at {row.get('step', 'the start')}", *["-"] * (len(FIGURES) - 1)
+    return (
+        f"{row['params_after'] / row['params_before']:.1%}",
+        f"{row['float64']:.0e}",
+        row["class"],
+        f"{row['onnx']:.0e}" if "onnx" in row else "-",
+        row["loaded_by"],
+    )
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
