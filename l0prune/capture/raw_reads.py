@@ -21,9 +21,9 @@ from torch.fx import GraphModule, Node
 from l0prune.capture.compat import replaced
 
 # By the operator that marks a read, the key of its note in a node's meta: names of operands.
-HANDED_OUT, OF_STATE = "handed_out", "of_state"  # by named_parameters(); by state_dict()
+BY_NAME, OF_STATE = "by_name", "of_state"  # by named_parameters(); by state_dict()
 _MARKS: dict[Any, str] = {
-    torch.ops.aten.view_as.default: HANDED_OUT,
+    torch.ops.aten.view_as.default: BY_NAME,
     torch.ops.aten.expand_as.default: OF_STATE,
 }
 _VIEW, _EXPANSION = _MARKS

@@ -18,9 +18,9 @@ from l0prune.gating.gated_class import (
     is_gated,
     original_class,
 )
-from l0prune.gating.handed_out import hand_out, take_back
 from l0prune.gating.link import Link, kept_lists
 from l0prune.gating.multiplying import LINK, GateValues, held
+from l0prune.gating.named_members import gate_members, ungate_members
 from l0prune.plan.plan import Site
 
 
@@ -39,7 +39,7 @@ def attach(model: nn.Module, gates: Gates) -> None:
             module.__class__ = gated_class(type(module), names, lists, module is model)
         if not is_gated(model):
             model.__class__ = gated_class(type(model), (), (), holds_bank=True)
-        hand_out(model, gates)
+        gate_members(model, gates)
         model.add_module(CHILD, gates.train(model.training))
         # Under a separate key: a file keeps the numbers that torch gives to hooks, and in the
         # process that loads it the user's first hooks would get the same numbers.
@@ -200,5 +200,5 @@ def _undo(model: nn.Module) -> None:
         for name in HOOKS:
             getattr(module, name).pop(QUANTIZER, None)
         module.__dict__.pop(LINK, None)
-        take_back(module)
+        ungate_members(module)
         module.__class__ = original_class(module)

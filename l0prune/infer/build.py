@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
-from l0prune.capture.raw_reads import HANDED_OUT, OF_STATE, raw_reads
+from l0prune.capture.raw_reads import BY_NAME, OF_STATE, raw_reads
 from l0prune.infer.branches import Branches, branches, closing
 from l0prune.infer.dataflow import Ending, activations, drop_unneeded, folded
 from l0prune.infer.decomposition import take_apart
@@ -62,8 +62,8 @@ def analyse(captured: Captured) -> Analysis:
         CaptureError: a pass failed; the text names the operator at which it did.
     """
     drop_unneeded(captured.graph)
-    handed_out, unreached = (_read_raw(captured, key) for key in (HANDED_OUT, OF_STATE))
-    infer = Inference(captured, handed_out=tuple(handed_out), unreached=unreached)
+    by_name, unreached = (_read_raw(captured, key) for key in (BY_NAME, OF_STATE))
+    infer = Inference(captured, by_name=tuple(by_name), unreached=unreached)
     take_apart(captured.program)
     infer.run()
     return analysed(infer)
@@ -141,7 +141,7 @@ class Builder:
             wider=tuple(self._wider()),
             activations=tuple(activations(self.infer, self.layout)),
             branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
-            code=Code(handed_out=self.infer.handed_out),
+            code=Code(by_name=self.infer.by_name),
         )
         plan = replace(plan, axes=tuple(self._kept_ones(plan)))
         kept = {axis.name for axis in plan.axes if axis.keeps_one}

@@ -112,11 +112,11 @@ class Inference:
 
     ``values`` holds for each node one expression per dim of its tensor; ``tensors`` the same
     for each parameter, buffer and constant by its name; ``unreached`` a reader of each
-    that is read where no gate acts. The forward gets those ``handed_out`` by named_parameters().
+    that is read where no gate acts. The forward gets those ``by_name`` by named_parameters().
     """
 
     captured: Captured
-    handed_out: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
     unreached: Mapping[str, Node] = field(default_factory=dict)
     solver: Solver = field(default_factory=Solver)
     values: dict[Node, Value] = field(default_factory=dict)

@@ -217,7 +217,7 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
         reused=tuple(_reused(model, every, received)),
         calls=sized_calls(analysis, {node for node, known in factors.items() if known is None}),
         standardised=tuple(_standardised(analysis)),
-        handed_out=plan.code.handed_out,
+        by_name=plan.code.by_name,
     )
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))

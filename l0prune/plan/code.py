@@ -91,7 +91,7 @@ class Code:
         reused: sizes without an attribute.
         calls: the calls that are given sizes, in order, those of submodules included.
         standardised: names of the tensors whose mean or norm over their inputs its forward takes.
-        handed_out: names of the tensors that a forward gets by ``named_parameters()`` or
+        by_name: names of the tensors that a forward gets by ``named_parameters()`` or
             ``named_buffers()``, and reads.
     """
 
@@ -101,7 +101,7 @@ class Code:
     reused: tuple[ReusedSize, ...] = ()
     calls: Mapping[str, tuple[SizedCall, ...]] = field(default_factory=dict)
     standardised: tuple[str, ...] = ()
-    handed_out: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """Return a copy with every layout converted."""
@@ -140,7 +140,7 @@ class Code:
             (*self.reused, *other.reused),
             {**self.calls, **other.calls},
             (*self.standardised, *other.standardised),
-            (*self.handed_out, *other.handed_out),
+            (*self.by_name, *other.by_name),
         )
 
 

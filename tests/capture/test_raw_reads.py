@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 from l0prune.capture.capture import capture
-from l0prune.capture.raw_reads import HANDED_OUT, OF_STATE, raw_reads
+from l0prune.capture.raw_reads import BY_NAME, OF_STATE, raw_reads
 
 X = torch.randn(2, 4)
 
@@ -17,7 +17,7 @@ def found(forward, **layers):
     assert not [n for n in graph.nodes if str(n.target).endswith(("view_as.default", "expand_as"))]
     return {
         key: [(node.name, of.name) for node in graph.nodes for of in raw_reads(node, key).values()]
-        for key in (HANDED_OUT, OF_STATE)
+        for key in (BY_NAME, OF_STATE)
     }
 
 
@@ -27,8 +27,8 @@ def test_only_values_that_are_handed_out_are_noted():
         return y * dict(m.a.named_parameters())["bias"].exp()
 
     reads = found(forward, a=nn.Linear(4, 3))
-    assert ("exp", "p_a_bias") in reads[HANDED_OUT]
-    assert not [each for each in reads[HANDED_OUT] if each[0] == "linear"]
+    assert ("exp", "p_a_bias") in reads[BY_NAME]
+    assert not [each for each in reads[BY_NAME] if each[0] == "linear"]
     assert reads[OF_STATE] == []
 
 
@@ -38,7 +38,7 @@ def test_fast_weights_are_read_so_and_the_plain_call_is_not():
         return functional_call(m.a, fast, (x,)) + m.a(x)
 
     reads = found(forward, a=nn.Linear(4, 3))
-    assert reads == {HANDED_OUT: [("mul", "p_a_weight"), ("mul_1", "p_a_bias")], OF_STATE: []}
+    assert reads == {BY_NAME: [("mul", "p_a_weight"), ("mul_1", "p_a_bias")], OF_STATE: []}
 
 
 def test_a_state_is_told_from_them_and_buffers_count():
@@ -47,7 +47,7 @@ def test_a_state_is_told_from_them_and_buffers_count():
         return x @ m.a.state_dict()["weight"].t()
 
     reads = found(forward, a=nn.Linear(4, 3), n=nn.BatchNorm1d(4))
-    assert [name for _, name in reads[HANDED_OUT]] == ["b_n_running_mean"]
+    assert [name for _, name in reads[BY_NAME]] == ["b_n_running_mean"]
     assert reads[OF_STATE] == [("t", "p_a_weight")]
 
 
@@ -58,7 +58,7 @@ def test_parts_under_a_mode_are_looked_into():
         return m.b(y.float())
 
     reads = found(forward, a=nn.Linear(4, 3), b=nn.Linear(3, 2))
-    assert [name for _, name in reads[HANDED_OUT]] == ["p_a_bias"]
+    assert [name for _, name in reads[BY_NAME]] == ["p_a_bias"]
 
 
 def test_modules_hand_out_their_parameters_again_afterwards():

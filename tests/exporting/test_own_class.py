@@ -458,3 +458,35 @@ def test_an_instance_norm_without_statistics_follows_its_weight():
     _, dense = exported(model, torch.randn(2, 3, 6, 6, dtype=torch.float64), exclude=())
     assert dense.rebuilt
     assert dense.module[1].num_features == dense.module[0].out_channels < 8
+
+
+class TwoOfOneSize(nn.Module):
+    """Two attributes of one value, each of which is the size of something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.state_size, self.head_size, self.chunk_size = 6, 6, 6
+        self.a, self.b = nn.Linear(5, 12), nn.Linear(5, 12)
+        self.c, self.d = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        heads = self.a(x).view(-1, 2, self.head_size).tanh().sum(1)
+        states = self.b(x).view(-1, 2, self.state_size).tanh().sum(1)
+        return self.c(heads) * self.d(states) * self.chunk_size
+
+
+def test_attributes_of_one_value_are_told_apart():
+    torch.manual_seed(0)
+    x = torch.randn(4, 5)
+    model = l0prune.gate(TwoOfOneSize().eval(), x)
+    bank, left = l0prune.gates(model), {"a": 4, "b": 4}
+    is_open = torch.ones(bank.plan.size, dtype=torch.bool)
+    for axis in bank.plan.axes:
+        if axis.size == 6:
+            is_open[axis.slice][left[axis.name[0]] :] = False
+    bank.set_open(is_open)
+    small = l0prune.export(model)
+    assert type(small.module) is TwoOfOneSize
+    sizes = small.module.head_size, small.module.state_size, small.module.chunk_size
+    assert sizes == (4, 4, 6)  # with one number in the code for both, they are alike
+    torch.testing.assert_close(small.module(x), model(x))

@@ -166,3 +166,25 @@ def test_parameters_that_put_values_into_a_stream_are_gated_too():
     gated = {site.tensor for site in plan.sites if site.role == "write"}
     assert gated == {"a.weight", "a.bias", "token", "positions"}
     assert error <= 1e-12
+
+
+def rows(eps):
+    """A layer that divides by the sums of the rows of its Gram matrix."""
+
+    def forward(m, x):
+        h = F.linear(x, m.w).relu()
+        return m.last(h / ((m.w @ m.w.t()).abs().sum(1) + eps))
+
+    torch.manual_seed(0)
+    return Fn(forward, w=nn.Parameter(torch.randn(8, 5)), last=nn.Linear(8, 3)).double().eval()
+
+
+def test_a_sum_over_one_dim_keeps_the_zeros_of_the_other():
+    x = torch.randn(4, 5).double()
+    assert "w" not in [axis.name for axis in l0prune.survey(rows(0), x).plan.axes]
+    model = l0prune.gate(rows(1e-2), x)
+    assert "w" in l0prune.gates(model).plan.names
+    l0prune.gates(model).log_alpha.data[::2] = -9.0
+    small = l0prune.export(model)
+    assert small.params < small.params_before
+    torch.testing.assert_close(small.module(x), model(x), rtol=1e-10, atol=1e-12)

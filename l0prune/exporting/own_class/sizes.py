@@ -9,7 +9,7 @@ the same. Numbers that no forward reads follow the tensors nearest below their m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice, permutations, product
 from math import prod
 from typing import Any
@@ -175,7 +175,7 @@ def told_apart(model: nn.Module, plan: Plan, kept: Tensor) -> Iterator[Changes]:
     """Yield attributes of one value, in every way in which dims of that size may be theirs.
 
     As a state's size that equals the size of a head, where only one of them is cut. Modules of a
-    class have the same attributes for the same dims.
+    class have the same attributes for the same dims; the other attributes of that value stay.
     """
     names: dict[tuple[type, int], tuple[str, ...]] = {}
     dims: dict[str, dict[int, list[Layout]]] = {}
@@ -183,29 +183,22 @@ def told_apart(model: nn.Module, plan: Plan, kept: Tensor) -> Iterator[Changes]:
         module, found = model.get_submodule(path), defaultdict[int, list[Layout]](list)
         for dim in dict.fromkeys(dim for dim in of if axes_of(dim)):
             found[dim.size].append(dim)
-        numbers = {n: v for n, v in vars(module).items() if type(v) is int}
+        numbers = {name: value for name, value in vars(module).items() if type(value) is int}
         dims[path] = {value: each for value, each in found.items() if len(each) > 1}
         for value in dims[path]:
-            like = [n for n in _likely(numbers, set(), by_kind=False) if numbers[n] == value]
-            names[type(module), value] = tuple(like)
-    ways = [permutations(of, min(len(of), _most(dims, value))) for (_, value), of in names.items()]
+            likely = _likely(numbers, set(), by_kind=False)
+            names[type(module), value] = tuple(n for n in likely if numbers[n] == value)
+    most = {key: max(len(of.get(key[1], ())) for of in dims.values()) for key in names}
+    ways = [permutations(of, min(len(of), most[key])) for key, of in names.items()]
     for way in islice(product(*ways), _MOST_WAYS) if names else ():
-        chosen = dict(zip(names, way, strict=True))
-        yield {
-            path: {
-                name: _left(plan, dim, kept)
-                for value, each in of.items()
-                for name, dim in zip(
-                    chosen[type(model.get_submodule(path)), value], each, strict=False
-                )
-            }
-            for path, of in dims.items()
-            if of
-        }
-
-
-def _most(dims: Mapping[str, Mapping[int, Sequence[Layout]]], value: int) -> int:
-    return max(len(of.get(value, ())) for of in dims.values())
+        chosen, changes = dict(zip(names, way, strict=True)), defaultdict[str, dict[str, Any]](dict)
+        for path, of in dims.items():
+            for value, each in of.items():
+                key = type(model.get_submodule(path)), value
+                changes[path] |= dict.fromkeys(names[key], value)
+                pairs = zip(chosen[key], each, strict=False)
+                changes[path] |= {name: _left(plan, dim, kept) for name, dim in pairs}
+        yield dict(changes)
 
 
 def _likely(numbers: Mapping[str, int], sizes: Sizes, by_kind: bool) -> Iterator[str]:

@@ -19,7 +19,7 @@ from l0prune.gating.multiplying import held
 METHODS = ("named_parameters", "named_buffers")
 
 
-class HandedOut:
+class NamedMembers:
     """A module's method of this name, which yields gated tensors while the model runs.
 
     It is an attribute of the module: a container whose layers are gated has no class of ours.
@@ -44,15 +44,15 @@ class HandedOut:
         return Computed.of(read, stored)
 
 
-def hand_out(model: nn.Module, gates: Gates) -> None:
+def gate_members(model: nn.Module, gates: Gates) -> None:
     """Put these methods on a model's modules, if its forward reads what they yield."""
-    for module in model.modules() if gates.plan.code.handed_out else ():
+    for module in model.modules() if gates.plan.code.by_name else ():
         for name in METHODS:
-            vars(module).setdefault(name, HandedOut(module, name, gates))
+            vars(module).setdefault(name, NamedMembers(module, name, gates))
 
 
-def take_back(module: nn.Module) -> None:
+def ungate_members(module: nn.Module) -> None:
     """Remove these methods from a module."""
     for name in METHODS:
-        if isinstance(vars(module).get(name), HandedOut):
+        if isinstance(vars(module).get(name), NamedMembers):
             del vars(module)[name]

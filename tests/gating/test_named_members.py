@@ -111,12 +111,12 @@ def test_a_weight_out_of_a_state_is_pinned_and_no_other():
     assert [axis.name for axis in survey.plan.axes] == ["a", "a.in"]
     (pin,) = [pin for pin in survey.pins if pin.where == "b.weight dim 0"]
     assert "state_dict(), where no gate reaches it" in pin.reason
-    assert pin.source.startswith("test_handed_out.py:")
+    assert pin.source.startswith("test_named_members.py:")
 
 
 def test_a_plan_says_which_are_handed_out():
     survey = l0prune.survey(Fast().eval(), X.float())
-    names = survey.plan.code.handed_out
+    names = survey.plan.code.by_name
     assert {"body.0.weight", "body.3.bias"} <= set(names)
     again = type(survey.plan).from_json(survey.plan.to_json())
-    assert again.code.handed_out == names
+    assert again.code.by_name == names
