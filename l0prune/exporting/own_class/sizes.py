@@ -188,12 +188,12 @@ def told_apart(model: nn.Module, plan: Plan, kept: Tensor) -> Iterator[Changes]:
         for value in dims[path]:
             likely = _likely(numbers, set(), by_kind=False)
             names[type(module), value] = tuple(n for n in likely if numbers[n] == value)
-    most = {key: max(len(of.get(key[1], ())) for of in dims.values()) for key in names}
+    most = {key: max(len(each.get(key[1], ())) for each in dims.values()) for key in names}
     ways = [permutations(of, min(len(of), most[key])) for key, of in names.items()]
     for way in islice(product(*ways), _MOST_WAYS) if names else ():
         chosen, changes = dict(zip(names, way, strict=True)), defaultdict[str, dict[str, Any]](dict)
-        for path, of in dims.items():
-            for value, each in of.items():
+        for path, by_value in dims.items():
+            for value, each in by_value.items():
                 key = type(model.get_submodule(path)), value
                 changes[path] |= dict.fromkeys(names[key], value)
                 pairs = zip(chosen[key], each, strict=False)
