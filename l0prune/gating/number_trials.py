@@ -26,6 +26,7 @@ from l0prune.capture.kept_state import tensor_outputs_only
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import muted
+from l0prune.capture.undisturbed import code_undisturbed
 from l0prune.gating.at_fault import at_fault
 from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates
@@ -94,7 +95,7 @@ class NumberTrial:
 
     def _gated(self, z: Tensor) -> list[Tensor]:
         twin, (args, kwargs) = self._twin, plain(self._example)
-        with _running(twin, self._example), self._bank.using(z):
+        with _running(twin, self._example), code_undisturbed(twin), self._bank.using(z):
             return _numbers(twin(*args, **kwargs))
 
     def _graph(self, z: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.errors import UsageError
+from l0prune.errors import NothingToPrune, UsageError
 
 
 class Base(nn.Module):
@@ -114,16 +114,15 @@ def test_what_stands_for_an_object_is_taken():
 ANYWHERE: list[nn.Module] = []
 
 
-def test_a_model_that_is_reached_by_a_global_is_refused_in_these_words():
+def test_weights_that_are_reached_by_a_global_are_pinned_before_training():
     class ByGlobal(Base):
         def forward(self, x):
             return ANYWHERE[0].last(torch.relu(ANYWHERE[0].first(x)))
 
     model, x = randomise(ByGlobal()).eval(), torch.randn(3, 4)
     ANYWHERE[:] = [model]
-    close_some(l0prune.gate(model, x))
-    with pytest.raises(UsageError, match="a global"):
-        l0prune.export(model)
+    with pytest.raises(NothingToPrune, match="a weight by a road on which no gate acts"):
+        l0prune.gate(model, x)
 
 
 def test_what_a_forward_left_in_the_midst_of_a_graph_is_copied_without_it():
