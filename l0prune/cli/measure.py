@@ -136,6 +136,9 @@ def _write_bundle(
 def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
     """Return the given latency table, or that beside the model, timed if need be for a budget.
 
+    One that ``l0prune measure`` wrote counts wherever it was made; one that was made here for an
+    earlier budget has to be of this machine and of the runtime's present version.
+
     Raises:
         FileError: the table that is given cannot be read.
         UsageError: the target cannot be timed here.
@@ -151,7 +154,7 @@ def latency_table(given: Path | None, path: Path, budget: Any, model: Any, targe
     with suppress(FileError, UsageError):  # of another model, or none: it is made anew
         table = l0prune.LatencyTable.load(beside)
         table.of(l0prune.gates(model).plan)
-        if table.setting.runtime == target:
+        if table.setting.runtime == target and (table.command or table.is_of_here):
             return table
     table = timed(model, beside, runtime=target)
     table.save(beside)

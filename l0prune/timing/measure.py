@@ -281,6 +281,7 @@ def check_samples(samples: int | str) -> int:
 
 
 _made: dict[tuple[str, str], LatencyTable] = {}  # by plan and target, in this process
+_KEPT = 2  # of these: each keeps the files that time what is chosen
 
 
 def latency_table(model: nn.Module, target: str) -> LatencyTable:
@@ -291,8 +292,12 @@ def latency_table(model: nn.Module, target: str) -> LatencyTable:
     """
     key = plan_id(gates_of(model).plan), target
     if key not in _made:
-        with stage(f"timing the network at other widths on {target}"):
-            _made[key] = measure(model, runtime=target)
+        about = "seconds for a small network, a minute for a large one"
+        with stage(f"timing the network at other widths on {target} ({about})"):
+            table = measure(model, runtime=target)
+        for oldest in list(_made)[: len(_made) + 1 - _KEPT]:
+            del _made[oldest]
+        _made[key] = table
     return _made[key]
 
 

@@ -26,7 +26,7 @@ from l0prune.running.stages import stage
 from l0prune.timing.facts import Group, Name, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
 from l0prune.timing.latency_model import LatencyModel, Milliseconds
-from l0prune.timing.onnx_files import Job
+from l0prune.timing.onnx_files import Job, Runtime
 from l0prune.timing.runtimes import runtime_of
 
 
@@ -56,11 +56,8 @@ class Setting:
         )
 
 
-def _bench_of(setting: Setting, model: nn.Module) -> tuple[Observe, Path] | None:
-    """Return the timer of a gated model's networks in this setting, and the folder of its files.
-
-    None if it is not available here: on another machine, or with another version of the runtime.
-    """
+def _runtime_here(setting: Setting) -> Runtime | None:
+    """Return the runtime of this setting if it is here: on this machine, and in that version."""
     here = collect.machine()
     if (setting.processor, setting.system) != (here["processor"], here["system"]):
         return None
@@ -68,7 +65,16 @@ def _bench_of(setting: Setting, model: nn.Module) -> tuple[Observe, Path] | None
         runtime = runtime_of(setting.runtime, setting.provider)
     except UsageError:
         return None
-    if runtime.version != setting.version:
+    return runtime if runtime.version == setting.version else None
+
+
+def _bench_of(setting: Setting, model: nn.Module) -> tuple[Observe, Path] | None:
+    """Return the timer of a gated model's networks in this setting, and the folder of its files.
+
+    None if the runtime is not here.
+    """
+    runtime = _runtime_here(setting)
+    if runtime is None:
         return None
     folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
     job = Job(model, folder, setting.threads, setting.batch)
@@ -171,6 +177,11 @@ class LatencyTable:
         """Set the timer of the model's networks; the folder of its files is removed with it."""
         weakref.finalize(observe, shutil.rmtree, folder, ignore_errors=True)
         self._benches[:] = [observe]
+
+    @property
+    def is_of_here(self) -> bool:
+        """Return whether the table was made here: on this machine, with this runtime's version."""
+        return _runtime_here(self.setting) is not None
 
     @property
     def warning(self) -> str:

@@ -1,18 +1,16 @@
 """A budget in milliseconds, with a table that knows its network: from settings to records."""
 
 import json
-import warnings
 
 import pytest
 import torch
-from small_task import data, gated, network
+from small_task import data, gated
 
 import l0prune
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.plan.cost import CostModel
 from l0prune.plan.measures import Latency
 from l0prune.plan.plan import Cost
-from l0prune.timing import measure
 
 QUIET = {"epochs": 3, "batch_size": 30, "progress": False, "ema": 0}
 
@@ -94,35 +92,6 @@ def test_milliseconds_are_absolute():
     ).items()
     assert text == f"latency={most:.6f}".rstrip("0") + "ms"
     assert 0.7 * most < seen <= most
-
-
-@pytest.mark.parametrize("budget", ["speed=1.6", "latency=0.7"])
-def test_a_table_is_made_on_the_target_where_none_is_given(monkeypatch, budget):
-    made = []
-
-    def measured(model, runtime):
-        made.append(runtime)
-        return Table(model)
-
-    monkeypatch.setattr(measure, "measure", measured)
-    monkeypatch.setattr(measure, "_made", {})
-    inputs = torch.randn(400, 6)
-    for make in (
-        lambda **given: l0prune.fit(gated(), **given),
-        lambda **given: l0prune.finetune(gated(), data(), **QUIET, **given),
-        lambda **given: l0prune.Pruner(gated(), steps=9, **given),
-        lambda **given: l0prune.shrink(network(), inputs, allow_worse_than_mean=True, **given),
-    ):
-        measure._made.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", L0pruneWarning)
-            make(budget=budget, target="openvino")
-    assert made == ["openvino"] * 4
-    model = gated()
-    scores = l0prune.score(model, "magnitude")
-    assert [*l0prune.fit(model, budget, scores)] == [budget]
-    l0prune.fit(model, budget, scores)
-    assert made[4:] == ["onnxruntime"]  # the second call knows the table
 
 
 def test_it_takes_a_table_of_this_network():
