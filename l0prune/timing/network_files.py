@@ -21,7 +21,10 @@ import torch
 from onnx import ModelProto
 from torch import Tensor, nn
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
+from l0prune.capture.example_inputs import examples_in
+from l0prune.capture.sizes import ALL_FIXED, ANY, Inputs
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.dtypes import cast, follow
@@ -33,6 +36,7 @@ from l0prune.files.checked_json import read_json, read_text
 from l0prune.files.onnx_session import session_of
 from l0prune.gating.attaching import gates_of, holder, weights_of
 from l0prune.plan.layout import Layout
+from l0prune.plan.measures import Macs
 from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
@@ -55,6 +59,7 @@ from l0prune.timing.template import Count, NoTemplate, Resizer, as_dense, common
 Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
 """Conversion of an ONNX model before it is timed, given example inputs of it."""
 
+_LARGE = 5e8  # MACs of a call from which on the few nodes that a free batch needs take no time
 _NOISE = 1e-3  # standard deviation of noise on weights, since exporters merge equal tensors
 
 
@@ -71,13 +76,15 @@ class Exporter:
     """Exporter of a gated model at any widths; the model is not changed.
 
     The captured graph is cut and written without a proof: no file is handed out. A copy is
-    exported, whose weights get a little noise, since files merge equal tensors.
+    exported, whose weights get a little noise, since files merge equal tensors. The batch of a
+    large network is fixed, since its export takes half the time then.
     """
 
     def __init__(self, model: nn.Module, batch: int, convert: Convert | None = None) -> None:
         gated, _ = holder(model)
         self._batch, self._convert = batch, convert
         self._graphs = CutGraphs(_disturbed(copied(gated).cpu().eval()), batch)
+        self._is_large = batch * Macs(self._graphs.plan).dense() >= _LARGE
 
     def networks(self, widths: Sequence[Widths]) -> list[Network]:
         """Export networks with these numbers of open slots of each axis."""
@@ -112,14 +119,28 @@ class Exporter:
         cut, single = self._graphs.cut(open_), torch.float32
         captured = cut.captured.found[0].analysis.captured
         example = cast(cut.narrow(cut.example), single)
-        free = cut.free.only(captured.free)
-        graph = follow(cut.graphs[""], single)
-        made = reexport(graph, example, captured.dynamic, captured.batches, free)
+        graph, free, is_free = follow(cut.graphs[""], single), cut.free, captured.dynamic
+        if is_free and captured.batches == ANY and self._is_large:
+            example, free, is_free = _rows(example, self._batch), ALL_FIXED, False
+        free = free.only(captured.free)
+        made = reexport(graph, example, is_free, captured.batches, free)
         answers = (Answer(example, (), ()),)
         free = free.only(made.free)
         return ExportedPart(
             "", made.program, made.program, made.dynamic, answers, made.batches, free=free
         )
+
+
+def _rows(example: Inputs, number: int) -> Inputs:
+    """Return the inputs with so many rows of every tensor that has one row for each example."""
+    size = examples_in(example)
+
+    def sized(leaf: Tensor) -> Tensor:
+        is_batched = leaf.ndim > 0 and leaf.shape[0] == size
+        return leaf[torch.arange(number) % size] if is_batched else leaf
+
+    args, kwargs = pytree.tree_map_only(Tensor, sized, example)
+    return args, kwargs
 
 
 def _disturbed(model: nn.Module) -> nn.Module:

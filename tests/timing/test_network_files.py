@@ -178,3 +178,19 @@ def test_one_export_tells_what_several_do(tmp_path, monkeypatch):
     assert integers(made[0]) == integers(made[1])
     assert attributes(made[0]) == attributes(made[1])
     assert one.facts == several.facts
+
+
+def test_a_large_network_is_written_for_the_batch_alone(tmp_path, monkeypatch):
+    layers = nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)
+    model = l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 20),))
+    free = NetworkFiles(model, 5, tmp_path / "free")
+    monkeypatch.setattr("l0prune.timing.network_files._LARGE", 0)
+    fixed = NetworkFiles(model, 5, tmp_path / "fixed")
+    plan = l0prune.gates(model).plan
+    kept = plan.kept(slots_of(plan, [17 for _ in plan.axes]))
+    made = [onnx.load(f.write("x.onnx", kept), load_external_data=False) for f in (free, fixed)]
+    sizes = [model.graph.input[0].type.tensor_type.shape.dim[0] for model in made]
+    assert not sizes[0].HasField("dim_value")
+    assert sizes[1].dim_value == 5
+    assert dims(made[0]) == dims(made[1])
+    assert [f.monomials for f in free.facts] == [f.monomials for f in fixed.facts]

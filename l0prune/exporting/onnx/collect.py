@@ -31,7 +31,7 @@ NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 TURN = 0.03  # seconds of a turn, about
 SECONDS = 0.15  # of all turns of one network, about
-TURNS = 4  # at least
+TURNS, MOST_TURNS = 4, 200
 FEWEST, MOST = 1, 100  # runs of a turn
 RUNS = 2  # for the times of nodes, at least
 MOST_RUNS = 2000  # at most: profiles of tiny networks would be millions of lines
@@ -77,12 +77,15 @@ class Network:
 
 
 def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
-    """Return the milliseconds of a run; for a single thread, CPU time where that is less."""
+    """Return the milliseconds of a run; for a single thread, CPU time where that is less.
+
+    Where the system counts CPU time in coarse steps, a short run may seem to take none.
+    """
     start, busy = time.perf_counter(), time.thread_time()
     run()
     busy = time.thread_time() - busy
     wall = time.perf_counter() - start
-    return 1e3 * (min(wall, busy) if is_alone else wall)
+    return 1e3 * (min(wall, busy) if is_alone and busy > 0 else wall)
 
 
 def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
@@ -147,7 +150,7 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
         ms = own(1)
     times = runs(ms)
     found: dict[str, list[float]] = {"dense": [], "own": []}
-    for _ in range(max(TURNS, round(seconds * 1e3 / (ms * times)))):
+    for _ in range(min(MOST_TURNS, max(TURNS, round(seconds * 1e3 / (ms * times))))):
         for name, each in (("dense", dense), ("own", own)):
             if times > 1:
                 each(1)
