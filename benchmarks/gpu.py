@@ -1,6 +1,6 @@
 """All that only a GPU shows, in one run: steps, whole runs, compiling, exports, milliseconds.
 
-Rows run in the order of their worth as long as the minutes last, each in a process of its own, and
+Rows run in the order of ``ORDER`` as long as the minutes last, each in a process of its own, and
 print a line of JSON each; what there was no time for is named. ``--tiny`` runs every row on small
 networks wherever it is, so that all of it can be tried on a CPU.
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,7 +224,8 @@ def shrink(tiny: bool) -> Iterator[Facts]:
     """The decoder of 1.1 billion weights shrunk by ids alone: divided and compensated."""
     model = _decoder(tiny, hidden=2048, inner=5632, layers=22, heads=32, groups=4)
     facts: Facts = {"params": sum(p.numel() for p in model.parameters())}
-    ids = torch.randint(0, model.config.vocab_size, (16, 64 if tiny else 512), device=DEVICE)
+    windows, length = (4, 64) if tiny else (64, 1024)
+    ids = torch.randint(0, model.config.vocab_size, (windows, length), device=DEVICE)
     with clock(facts, "shrink"):
         dense = l0prune.shrink(model, [{"input_ids": each[None]} for each in ids], "params=0.7")
     facts["left"] = round(dense.params / facts["params"], 4)
@@ -260,7 +261,7 @@ def times(tiny: bool) -> Iterator[Facts]:
 
 @row(minutes=1.5)
 def run(tiny: bool) -> Iterator[Facts]:
-    """Whole fine-tuning runs under a budget beside dense training of as many steps."""
+    """A whole fine-tuning run under a budget beside dense training of as many steps."""
     batch, size = (4, 32) if tiny else (256, 160)  # as large that no step waits for the host
     count, epochs = (16, 3) if tiny else (batch * 50, 20)
     data = TensorDataset(*(each.cpu() for each in images(count, size)))
@@ -278,7 +279,7 @@ def run(tiny: bool) -> Iterator[Facts]:
         for _ in range(loader.steps * epochs):
             plain()
     options: Facts = {"epochs": epochs, "autocast": "bf16", "device": DEVICE.type}
-    for budget in ("macs=0.25", "macs=0.5"):
+    for budget in ("macs=0.3",):
         model = l0prune.gate(image_model("resnet50", tiny), (next(iter(loader))[0][:2],))
         with clock(facts, budget):
             l0prune.finetune(model, loader, budget=budget, channels_last=True, **options)
@@ -287,6 +288,28 @@ def run(tiny: bool) -> Iterator[Facts]:
             dense_again = l0prune.export(model)
         facts[f"{budget}_error"] = worst(dense_again)
     yield facts
+
+
+@row(minutes=2.0)
+def speed(tiny: bool) -> Iterator[Facts]:
+    """Twice as fast on the card in bfloat16, by one-shot scores: asked, and what was got."""
+    batch, size = (2, 32) if tiny else (64, 224)
+    target = "torch-cuda-bf16" if DEVICE.type == "cuda" else "onnxruntime"
+    for name in ("resnet50", "mobilenet_v2"):
+        model = image_model(name, tiny).float().eval()
+        example = images(batch, size)[0]
+        l0prune.gate(model, (example,))
+        facts: Facts = {"model": name, "batch": batch, "size": size, "target": target}
+        runtime = {"runtime": target, "providers": DEVICE.type} if DEVICE.type == "cuda" else {}
+        with clock(facts, "measure"):
+            table = l0prune.measure(model, 1, batch, **runtime)
+        scores = l0prune.score(model, "group-magnitude")
+        l0prune.fit(model, "speed=2", scores, latency=table, target=target)
+        observed = table.of(l0prune.gates(model).plan).observed(model)
+        facts |= {"dense_ms": round(table.dense, 3), "cut_ms": round(observed, 3)}
+        facts["times_as_fast"] = round(table.dense / observed, 3)
+        small = l0prune.export(model)
+        yield facts | {"macs": round(small.macs / small.macs_before, 3)}
 
 
 class OnDevice:
@@ -309,14 +332,15 @@ class OnDevice:
 @row(minutes=2.0)
 def compiled(tiny: bool) -> Iterator[Facts]:
     """A gated step beside a plain one, compiled; seconds that compiling takes."""
-    for mode in ("default",) if DEVICE.type == "cpu" else ("default", "reduce-overhead"):
-        plain = image_model("resnet18" if tiny else "resnet50", tiny)
+    modes = ("default",) if DEVICE.type == "cpu" else ("default", "reduce-overhead")
+    for name, mode in ((name, mode) for mode in modes for name in ("resnet50", "vit_b_16")):
+        plain = image_model(name, tiny)
         data = images(2 if tiny else 128, 32 if tiny else 224)
         gated = l0prune.gate(copy.deepcopy(plain), (data[0][:2],))
         steps = {
             k: stepper(m, data, compiled=mode) for k, m in (("plain", plain), ("gated", gated))
         }
-        facts: Facts = {"model": "resnet50", "mode": mode}
+        facts: Facts = {"model": name, "mode": mode}
         for kind, each in steps.items():
             with clock(facts, f"{kind}_first"):
                 each()
@@ -350,11 +374,31 @@ def kernels_of(step: Callable[[], None]) -> Facts:
     }
 
 
+# Tests of what failed on a card once: a table on a GPU, equality to the bit, a resumed run,
+# penalties of a model that was moved, one operator for all products.
+ONCE_FAILED = (
+    "tests/timing/test_measure.py", "tests/timing/test_preferred.py",
+    "tests/training/test_pruner.py", "tests/training/test_resume.py",
+    "tests/training/test_penalty.py", "tests/training/test_finetune_device.py",
+    "tests/gating/test_products.py", "tests/gating/test_compiled_products.py",
+)  # fmt: skip
+
+
+@row(minutes=1.5)
+def failed(tiny: bool) -> Iterator[Facts]:
+    """The tests that failed on a card once."""
+    yield from _tests(ONCE_FAILED[-1:] if tiny else ONCE_FAILED)
+
+
 @row(minutes=2.5)
 def suite(tiny: bool) -> Iterator[Facts]:
-    """The test suite where a GPU is: what fails, as soon as it does."""
-    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-n", "12"]
-    command += ["tests/gating/test_multiplying.py"] if tiny else []
+    """The test suite where a GPU is."""
+    yield from _tests(["tests/gating/test_multiplying.py"] if tiny else ["tests"])
+
+
+def _tests(paths: Iterable[str]) -> Iterator[Facts]:
+    """Name what fails as soon as it does, and count the rest."""
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-n", "12", *paths]
     counts: Counter[str] = Counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
@@ -442,6 +486,13 @@ def wide(tiny: bool) -> Iterator[Facts]:
         yield facts
 
 
+# The order in which rows run: what no card has shown yet comes first.
+ORDER = (
+    *("compiled", "failed", "run", "speed", "llama", "shrink", "wide"),
+    *("step", "times", "seven", "suite"),
+)
+
+
 def worst(dense: Any) -> float:
     """Return the largest error of what was compared for an export."""
     return max(check.error for check in dense.certificate.checks)
@@ -456,7 +507,7 @@ def about() -> Facts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
     parser.add_argument("--tiny", action="store_true", help="small networks, to try it anywhere")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -77,8 +77,8 @@ def _outputs(result: torch.Tensor | tuple) -> list[torch.Tensor]:
 
 
 def gated(plan: Plan, state: dict[str, torch.Tensor], z: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state with every site multiplied by its gates."""
-    out = dict(state)
+    """A copy of the state, which a forward may write to, with every site times its gates."""
+    out = {name: tensor.clone() for name, tensor in state.items()}
     for site in plan.sites:
         shape = [1] * out[site.tensor].ndim
         shape[site.dim] = -1

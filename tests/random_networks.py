@@ -34,7 +34,8 @@ class Values:
 class RandomNetwork(nn.Module):
     """Steps that each make one more value from those before; some values are the outputs.
 
-    With ``runs_all``, steps that no output needs are computed, too.
+    With ``runs_all``, steps that no output needs are computed, too. It ``has_plain_costs`` unless
+    values decide what is computed, or a step may be there for its state alone.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class RandomNetwork(nn.Module):
         self.steps: list[tuple[str, Step, list[int]]] = []
         self.outputs: list[int] = []
         self.runs_all = False
+        self.has_plain_costs = True
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         values = Values(self, x)
@@ -54,6 +56,31 @@ class RandomNetwork(nn.Module):
         lines = [f"{number}: {text}" for number, (text, *_) in enumerate(self.steps, start=1)]
         said = f"outputs {self.outputs}, all steps run: {self.runs_all}"
         return "\n".join([*lines, said, repr(self.layers)])
+
+
+class Running(nn.Module):
+    """Subtracts from each channel a running mean, which every forward moves."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().movedim(1, -1).flatten(0, -2).mean(0)
+        self.mean.mul_(0.5).add_(mean, alpha=0.5)
+        return x - self.mean.view(-1, *[1] * (x.ndim - 2))
+
+
+class Counting(nn.Module):
+    """Scales by the number of forwards."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
 
 
 class Author:
@@ -420,6 +447,65 @@ class Author:
             lambda v, m: kinds[name](v[number].movedim(1, -1), m).movedim(-1, 1),
             layer,
         )
+
+    def add_state(self) -> None:
+        """A running mean of each channel, or a count, that every forward updates."""
+        number = self.pick()
+        kind = (Running, Counting)[self.choose(2)]
+        self.network.has_plain_costs = False
+        self.apply(number, kind(self.values[number].shape[1]))
+
+    def add_condition(self) -> None:
+        """One of two layers over the channels, as a value of the input has it."""
+        number = self.pick()
+        size, width = self.values[number].shape[1], self.width()
+        layers = nn.Linear(size, width), nn.Linear(size, width)
+
+        def run(values: Values, first: nn.Module, second: nn.Module) -> Tensor:
+            x = values[number].movedim(1, -1)
+            chosen = torch.cond(
+                values[0].sum() > 0, lambda t: first(t).relu(), lambda t: second(t).tanh(), (x,)
+            )
+            return chosen.movedim(-1, 1)
+
+        self.network.has_plain_costs = False
+        self.step(f"one of two layers over the channels of {number}", run, *layers)
+
+    def add_boolean(self) -> None:
+        """A Linear on those positions alone that a mask of the input chooses."""
+        number = self.pick(rank=4)
+        size, shape = self.values[number].shape[1], self.values[number].shape
+        if shape[2:].numel() > self.values[0][0].numel():
+            return
+        by_index = bool(self.choose(2))
+
+        def run(values: Values, layer: nn.Module) -> Tensor:
+            tokens = values[number].flatten(2).transpose(1, 2)
+            mask = values[0].flatten(1)[:, : tokens.shape[1]] > 0
+            out = torch.zeros_like(tokens)
+            if by_index:
+                rows, columns = mask.nonzero(as_tuple=True)
+                out = out.index_put((rows, columns), layer(tokens[rows, columns]))
+            else:
+                out[mask] = layer(tokens[mask])
+            return out.transpose(1, 2).unflatten(2, shape[2:])
+
+        self.network.has_plain_costs = False
+        self.step(f"a Linear on some positions of {number}", run, nn.Linear(size, size))
+
+    def add_resized(self) -> None:
+        """One layer called on a value at two sizes."""
+        number = self.pick(rank=4)
+        size, shape = self.values[number].shape[1], self.values[number].shape
+        if min(shape[2:]) < 2:
+            return
+        layer = nn.Conv2d(size, self.width(), 3, padding=1)
+
+        def run(values: Values, m: nn.Module) -> Tensor:
+            small = m(F.avg_pool2d(values[number], 2))
+            return m(values[number]) + F.interpolate(small, shape[2:])
+
+        self.step(f"one layer on {number} at two sizes", run, layer)
 
     def add_recurrent(self) -> None:
         """A recurrent layer over the positions: stacked, in two directions, or projected."""

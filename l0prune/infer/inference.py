@@ -353,12 +353,13 @@ class Inference:
         dims: tuple[Expr, ...],
         *places: Place | None,
         weight: Node | None = None,
+        times: float = 1.0,
     ) -> None:
         """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``.
 
         They are those of ``weight``, or else of the first parameter that ``node`` reads.
         """
-        scale = 1.0 / self.captured.batch
+        scale = times / self.captured.batch
         known = tuple(p for p in places if p is not None)
         tensor = self._weight([weight] if weight else node.all_input_nodes)
         self.works.append(Work(node, module_of(node), scale, dims, known, tensor))

@@ -26,7 +26,8 @@ def check_dead(network: nn.Module, x: torch.Tensor) -> None:
     plan, error = relative_effect_of_dead_slots(network, (x,))
     assert error <= 1e-10
     network.runs_all = False  # what no output needs is not counted
-    assert 2 * CostModel(plan).dense("macs") * len(x) == flops(network, x)
+    if network.has_plain_costs:
+        assert 2 * CostModel(plan).dense("macs") * len(x) == flops(network, x)
 
 
 @costly
@@ -76,11 +77,10 @@ def parameters_read(program: torch.export.ExportedProgram) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(100))
-def test_ten_thousand_networks(part):
+@pytest.mark.parametrize("part", range(20))
+def test_two_thousand_networks(part):
     for number in range(100):
         source = random.Random(100 * part + number)
         network, x = written(source.randrange, source.randint(1, 14))
         check_dead(network, x)
-        if number % 10 == 0:
-            check_export(network, x, part=(0.5, 0.2, 0.0)[number // 10 % 3])
+        check_export(network, x, part=(0.5, 0.2, 0.0)[number % 3])

@@ -2,6 +2,7 @@
 
 from l0prune.infer.rules import (  # noqa: F401
     contraction,
+    control_flow,
     movement,
     normalisation,
     pointwise,
