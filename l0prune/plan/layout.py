@@ -172,6 +172,13 @@ def only(layout: Layout, axes: frozenset[int]) -> Layout:
     return substitute(layout, lambda s: s if s.axis in axes else Const(s.size))
 
 
+def merged(layout: Layout) -> Layout:
+    """Make each part of the layout without slots one constant."""
+    if not axes_of(layout):
+        return Const(layout.size)
+    return with_children(layout, merged)
+
+
 def without_factors(layout: Layout, axes: Collection[int]) -> Layout:
     """Remove the factors that are slots of these axes from every product of the layout."""
     if isinstance(layout, Prod):

@@ -29,6 +29,7 @@ from l0prune.plan.layout import (
     Slots,
     axes_of,
     gate_table,
+    merged,
     only,
     picked,
     substitute,
@@ -429,7 +430,7 @@ class Plan:
                 layout = layout.base
             return substitute(layout, leaf)
 
-        sites = (replace(site, layout=convert(site.layout)) for site in self.sites)
+        sites = (replace(site, layout=merged(convert(site.layout))) for site in self.sites)
         return self.mapped(axes, (site for site in sites if axes_of(site.layout)), convert)
 
     def narrowed(self, kept: Tensor) -> Plan:
