@@ -10,11 +10,12 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.export import Timed, folders, say_written
-from l0prune.cli.messages import emit, err, shown
+from l0prune.cli.messages import emit, err
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
+from l0prune.progress.display import shown
 
 Budget = Annotated[
     list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=12ms, …")
@@ -93,7 +94,7 @@ def shrink(
     source = load_data(*named, module, tokenizer, labelled=False)
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
-    with shown(err):
+    with shown(console=err):
         small = l0prune.shrink(
             module,
             source,

@@ -16,7 +16,7 @@ from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say
 from l0prune.cli.options import key_values
 from l0prune.errors import TrainingError, UsageError
-from l0prune.running.environment import is_launched
+from l0prune.progress.launched import is_launched
 
 if TYPE_CHECKING:
     from l0prune.cli.sweep_grid import Point

@@ -22,7 +22,6 @@ from l0prune.gating.axis_trials import offered
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.gating.loadable import loadable
-from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
@@ -30,6 +29,7 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
 from l0prune.plan.widths import axes_to_keep
 from l0prune.plan.widths import uniform as uniform_widths
+from l0prune.progress.display import displayed
 
 KeepClass = bool | Literal["native"]
 
@@ -82,6 +82,7 @@ class Surveyed(Protocol):
 
 
 @one_at_a_time()
+@displayed
 def gate(
     model: Model,
     args: Any,
@@ -100,6 +101,7 @@ def gate(
     loadable_by: str | None = defaults.LOADABLE_BY,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
+    progress: bool = True,
 ) -> Model:
     """Put one gate on every slot of the model that can be cut out, in place.
 
@@ -127,6 +129,7 @@ def gate(
             Llama ``"vllm"``, which has a width for each MLP (``Export.save_vllm``).
         gate: the kind of gate, by default ``HardConcrete()``.
         survey: of this model, to save doing it again.
+        progress: show progress on stderr.
 
     Returns:
         The same object.
@@ -139,7 +142,7 @@ def gate(
     """
     given, model = model, _plain(model)
     kind = _kind(gate)
-    found = offered(model, inferred(model, args, kwargs)) if survey is None else survey
+    found = offered(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
     if keep_class == "native":
         branches = _native_branches(branches)

@@ -22,6 +22,7 @@ from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
+from l0prune.progress.display import displayed
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for
 from l0prune.running.sources import with_pseudo_labels
@@ -52,6 +53,7 @@ _TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
 
 
+@displayed
 def shrink(
     model: nn.Module,
     inputs: Any,
@@ -68,6 +70,7 @@ def shrink(
     seed: int = 0,
     class_dim: int | None = None,
     allow_worse_than_mean: bool = False,
+    progress: bool = True,
     **gating: Any,
 ) -> Export:
     """Return a smaller network that computes nearly what a network does, from some of its inputs.
@@ -95,6 +98,7 @@ def shrink(
             labels, probabilities or the output's name say, of two or four dims dim 1.
         allow_worse_than_mean: return a network, too, whose outputs are farther from the original's
             than their mean is.
+        progress: show progress on stderr.
         **gating: as for ``gate``. Without ``branches`` whole layers stay.
 
     Raises:

@@ -39,7 +39,8 @@ from l0prune.data.text import load_windows, source_of
 from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
-from l0prune.running.batches import call
+from l0prune.progress.stages import steps
+from l0prune.running.batches import call, count_of_batches
 from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.inputs import inputs_for
@@ -102,7 +103,7 @@ def _labelled(
     else:
         batches = source.batches(batch_size) if is_split(source) else iter(source)
     pairs, left = list[tuple[Any, Tensor]](), list[Tensor]()
-    for batch in batches:
+    for batch in steps(batches, count_of_batches(source, batch_size)):
         pairs.append(_pseudo_labelled(network, _inputs_of(batch), place))
         if held:
             left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))

@@ -27,11 +27,12 @@ from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
 from l0prune.plan.numbers import check_whole
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
-from l0prune.running.stages import stage
 from l0prune.running.task import Task, batch_length, is_split
 from l0prune.selection.division import PROBES, Division
 from l0prune.selection.fidelity import (
@@ -72,6 +73,7 @@ class Compensation:
             warn(f"{self.after.uselessness}. Give a larger budget, or more inputs (samples)")
 
 
+@displayed
 def compensate(
     model: nn.Module,
     inputs: Any,
@@ -81,6 +83,7 @@ def compensate(
     device: str | torch.device = "auto",
     seed: int = 0,
     class_dim: int | None = None,
+    progress: bool = True,
 ) -> Compensation:
     """Refit the remaining weights, in place, so that the cut network computes as before the cut.
 
@@ -95,6 +98,7 @@ def compensate(
         device: see ``Settings``.
         seed: of the choice of examples.
         class_dim: see ``shrink``.
+        progress: show progress on stderr.
 
     Returns:
         The gain, on held-out inputs.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError, warn
 from l0prune.plan.limits import Bound
+from l0prune.progress.stages import steps
 from l0prune.running.processes import run_on_first
 from l0prune.selection.fitted import Observation
 from l0prune.selection.fitting import Fitting, SlotChoice
@@ -128,7 +129,7 @@ def corrected(
     best = last = _observed_choice(fitting.choose(start, fill=fill), observe)
     tried = [last]
     between = {bound: _Between(bound) for bound in last.seen}
-    for _ in range(_ROUNDS - 1):
+    for _ in steps(range(_ROUNDS - 1)):
         if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
             break
         for bound, each in between.items():
@@ -156,7 +157,7 @@ def _observed_choice(
     choice = ObservedChoice(slots, observe(slots.open_))
     if not choice.seen or choice.fullest > 1:
         return choice
-    seen = [choice.seen, *(observe(slots.open_) for _ in range(_LOOKS - 1))]
+    seen = [choice.seen, *(observe(slots.open_) for _ in steps(range(_LOOKS - 1)))]
     return ObservedChoice(
         slots, {bound: median(each[bound] for each in seen) for bound in choice.seen}
     )

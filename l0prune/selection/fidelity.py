@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.progress.stages import steps
 from l0prune.running.batches import call
 from l0prune.running.criteria import class_dim, describe, is_classification, tensor_output
 from l0prune.selection.lockstep import real_places
@@ -66,7 +67,7 @@ def fidelity(
     """Return how close a network's outputs are to another's; both in eval mode."""
     apart, alike, count = _Apart(), 0.0, 0
     with torch.no_grad():
-        for batch in batches:
+        for batch in steps(batches):
             wanted, dim = answers_of(call(dense, batch), batch, classes)
             found, _ = answers_of(call(other, batch), batch, classes)
             for mine, theirs in _parts(dim, found, wanted):

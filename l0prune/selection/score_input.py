@@ -16,6 +16,7 @@ from l0prune.data.dataset import map_tensors
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.criteria import tensor_output
@@ -114,7 +115,7 @@ class ScoreInput:
                 if batch_length(inputs, targets) < 2:  # too few for statistics
                     continue
                 row = []
-                for open_ in choices:
+                for open_ in steps(choices):
                     with self.gates.using(open_.to(self.gates.log_alpha)):
                         loss = task.loss_in(call(self.root, inputs), targets)
                     if loss is None:
@@ -140,7 +141,8 @@ class ScoreInput:
         ):
             with rng.preserved(place, feed.generators()):
                 check_first_batch(self.root, feed, place, None)
-            batches = islice(feed.train(0, place), self.batches)
+            count = feed.steps if self.batches is None else min(feed.steps, self.batches)
+            batches = steps(islice(feed.train(0, place), self.batches), count)
             yield self.task, ((inputs, targets) for inputs, targets, _ in batches)
 
 

@@ -8,8 +8,9 @@ from small_task import clouds, gated
 from torch import nn
 
 import l0prune
-from l0prune.cli.messages import announced, shown
-from l0prune.running.stages import Stage, stage, watched
+from l0prune.cli.messages import announced
+from l0prune.progress.display import shown
+from l0prune.progress.stages import Stage, stage, watched
 
 
 class Heads(nn.Module):
@@ -49,7 +50,7 @@ def test_an_export_tells_its_stages(tmp_path):
     with watched(seen.append):
         l0prune.export(model).save_onnx(tmp_path / "model.onnx")
     names = list(dict.fromkeys(each.name for each in seen))
-    assert names[0] == "comparing the model with a copy of it"
+    assert names[:2] == ["exporting Sequential", "comparing the model with a copy of it"]
     assert "Sequential: checking the smaller model" in names
     assert names[-1] == "comparing the ONNX file with the gated model"
     assert not any(word in name.split() for name in names for word in ("its", "own"))
@@ -57,9 +58,9 @@ def test_an_export_tells_its_stages(tmp_path):
 
 def test_each_cut_of_a_training_is_one_stage_with_its_subject():
     said = []
-    data = clouds()
+    data, model = clouds(), gated()
     with announced(said.append):
-        l0prune.finetune(gated(), data, budget="params=0.3", epochs=12, progress=False)
+        l0prune.finetune(model, data, budget="params=0.3", epochs=12, progress=False)
     cuts = [name for name in said if "cutting" in name]
     assert cuts
     assert {*cuts} == {"Sequential: cutting what its gates have closed"}
@@ -91,9 +92,9 @@ def test_checks_of_one_model_are_numbered():
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_took_long_leaves_a_line(monkeypatch, is_terminal):
-    monkeypatch.setattr("l0prune.cli.messages.LONG", 0.05)
+    monkeypatch.setattr("l0prune.progress.display.LONG", 0.05)
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
-    with shown(console):
+    with shown(console=console):
         with stage("short"):
             pass
         with stage("long"):

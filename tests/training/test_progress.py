@@ -70,7 +70,7 @@ def test_on_a_terminal_a_line_is_live():
     display.start(20)
     display.loss(0.5)
     display.step(25, "prune")
-    display._bar.refresh()
+    display._bar._live.refresh()
     display.close()
     text = out.file.getvalue()
     assert "epoch 3/10 prune" in text

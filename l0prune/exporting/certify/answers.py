@@ -24,8 +24,8 @@ from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
 from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
+from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 
 
 def leaf_names(structure: pytree.TreeSpec) -> list[str]:
@@ -215,7 +215,7 @@ def _outputs(
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
     found, names = [], []
-    for given in inputs:
+    for given in steps(inputs):
         output = output_of(again, given, dtype)
         # copies, since the next forward may write into a returned tensor
         found.append(pytree.tree_map_only(Tensor, torch.clone, comparable(output)))

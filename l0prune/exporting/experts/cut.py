@@ -30,13 +30,15 @@ from l0prune.gating.attaching import check_ungated
 from l0prune.plan.layout import Const, Slots, axes_of
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Axis, Plan
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 from l0prune.selection.compensate import inputs_of
 
 KIND = "expert"
 
 
+@displayed
 def shrink_experts(
     model: nn.Module,
     inputs: Any,
@@ -46,6 +48,7 @@ def shrink_experts(
     samples: int = 64,
     batch_size: int = 8,
     seed: int = 0,
+    progress: bool = True,
 ) -> FewerExperts:
     """Cut every mixture of experts in a model to a given number of experts.
 
@@ -65,6 +68,7 @@ def shrink_experts(
         samples: how many inputs are looked at, at most.
         batch_size: examples at a time.
         seed: of the choice of inputs.
+        progress: show progress on stderr.
 
     Raises:
         UsageError: there is no mixture, fewer experts would be left than an input gets, or no

@@ -41,7 +41,7 @@ from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
 from l0prune.files.onnx_network import Origin
 from l0prune.files.onnx_session import session_of
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 if TYPE_CHECKING:
     import onnx
