@@ -54,7 +54,7 @@ _SPINS = "10000"
 
 
 def main() -> None:
-    """Entry point: exit code 0 done, 1 failed, 2 wrong use."""
+    """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is loaded
     click_command = typer.main.get_command(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -43,10 +44,10 @@ def run_command(command: Callable[[], Any]) -> int:
     except L0pruneError as error:
         complain(str(error))
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as stop:
         if is_first_process():
             complain(_STOPPED)
-        return INTERRUPTED
+        return 128 + getattr(stop, "signal", signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE

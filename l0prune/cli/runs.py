@@ -12,6 +12,7 @@ from rich.table import Table
 from l0prune.cli import options
 from l0prune.cli.help import GroupedCommand
 from l0prune.cli.messages import announced, emit, err, say
+from l0prune.cli.project import find_recipe
 from l0prune.errors import UsageError
 from l0prune.progress.display import shown
 from l0prune.progress.launched import is_launched
@@ -169,8 +170,6 @@ def show(name: options.Recipe) -> None:
         l0prune recipes show digits-wide
         l0prune recipes show digits-wide > my.toml && l0prune run my.toml
     """
-    from l0prune.cli import recipe_files  # loads torch
-
     sys.stdout.flush()
-    sys.stdout.buffer.write(recipe_files.find(name).read_bytes())  # a console would wrap its lines
+    sys.stdout.buffer.write(find_recipe(name).read_bytes())  # a console would wrap its lines
     sys.stdout.buffer.flush()

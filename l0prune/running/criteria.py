@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import named
+from l0prune.plan.names import check_criterion
 
 # Tolerance of the sum of class probabilities, which is 1, also in half precision.
 _SUMS_TO_1 = 0.01
@@ -235,7 +235,6 @@ _LOSSES: dict[str, Loss] = {
     **{name: partial(_elementwise, name) for name in _ELEMENTWISE},
     NEXT_TOKEN: next_token,
 }
-LOSSES = (AUTO, *_LOSSES)
 _METRICS: dict[str, Metric] = {
     "error": error_rate,
     "accuracy": accuracy,
@@ -244,21 +243,13 @@ _METRICS: dict[str, Metric] = {
     PERPLEXITY: perplexity,
     **_LOSSES,
 }
-METRICS = tuple(_METRICS)
 LARGER_IS_BETTER = frozenset({"accuracy"})
 
 
 def check_name(given: Any, kind: str) -> None:
     """Refuse anything but the name of a loss (or metric, by ``kind``), code, or a function."""
-    known = LOSSES if kind == "loss" else METRICS
-    if callable(given) or (isinstance(given, str) and (given in known or is_code(given))):
-        return
-    near = difflib.get_close_matches(str(given), known, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise UsageError(
-        f"there is no {kind} {given!r}; {hint} are {', '.join(known)}, a file.py:function, and in "
-        "Python a function of (outputs, targets)"
-    )
+    if not (callable(given) or (isinstance(given, str) and is_code(given))):
+        check_criterion(str(given), kind)
 
 
 def loss_of(given: Loss | str) -> Loss:

@@ -19,6 +19,7 @@ from l0prune.errors import DataError, UsageError, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
+from l0prune.plan.names import FORMER_SCORES, check_score
 from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of
@@ -37,7 +38,6 @@ _AUTO = 100  # batches of ``auto``
 # trained ResNet-20 the ratio is 1.2, with its own answers as targets 0, in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
 _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_RENAMED = {"removal": "ablation"}
 
 Normalise = Literal["axis-mean", "none"]
 Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
@@ -123,12 +123,11 @@ def names() -> list[str]:
 
 def current_name(name: str) -> str:
     """Return the name of a registered score; for a renamed one warn, and return the new name."""
-    if name in _RENAMED:
-        today = _RENAMED[name]
+    if name in FORMER_SCORES:
+        today = FORMER_SCORES[name]
         warn_renamed(f"the score {name!r}", repr(today))
         name = today
-    if name not in _scores:
-        raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
+    check_score(name, _scores)
     return name
 
 
