@@ -99,7 +99,7 @@ def _check_score(name: str) -> None:
         names.check_score(name, names.SCORES)
 
 
-_CHECKS: dict[str, Callable[[Any], None]] = {
+_CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _check_model,
     "model_option": _check_model,
     "data": _check_data,

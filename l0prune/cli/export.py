@@ -137,7 +137,7 @@ def export(
     Examples:
         l0prune export --out small
         l0prune export model.tuned.pt --int8 --data imagefolder:DIR
-        l0prune export --pretrained small --code
+        l0prune export --onnx --pretrained small
     """
     _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
     path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")

@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.export import Timed, folders, say_written
+from l0prune.cli.export import Onnx, Timed, folders, say_written
 from l0prune.cli.messages import emit, err
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
 from l0prune.cli.options import with_settings
@@ -67,6 +67,7 @@ def shrink(
     seed: options.Seed = 0,
     class_dim: ClassDim = None,
     allow_worse_than_mean: Worse = False,
+    onnx: Onnx = False,
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
@@ -79,7 +80,7 @@ def shrink(
     The budget is divided over the layers, slots are cut, and the weights that are left compensate
     for those that went. The ONNX file is proven to compute what the cut model does; how near that
     is to the model itself is measured on inputs that were held out; --pretrained and --vllm write a
-    folder in its place.
+    folder in its place, and with --onnx both are written.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
@@ -111,7 +112,7 @@ def shrink(
         )
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
-        if out or not files:
+        if onnx or out or not files:
             files += small.save_onnx(output_path(out, spec, ".small.onnx"), time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)

@@ -313,7 +313,12 @@ class Export(Outcome):
 
     @one_at_a_time()
     def save_pretrained(
-        self, folder: str | os.PathLike[str], *, model: str = "", code: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: str = "",
+        code: bool = False,
+        onnx: bool = False,
     ) -> str:
         """Write ``module`` to a folder: safetensors and a manifest in JSON, without a pickle.
 
@@ -330,6 +335,7 @@ class Export(Outcome):
                 and torchvision as they come.
             code: put ``l0prune_model.py`` beside it: one file of plain torch, whose ``resize``
                 loads the folder where l0prune is not installed.
+            onnx: put ``model.onnx`` into it, too, as ``save_onnx`` writes it.
 
         Returns:
             How to load it, and whether transformers can, or why not.
@@ -344,6 +350,9 @@ class Export(Outcome):
                 'Save it as a program (save("model.pt2")) or as ONNX (save_onnx).'
             )
         self._look()
+        if onnx:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.save_onnx(Path(folder) / "model.onnx")
         trials = self._made.trials
         manifest = described(self.module, self._facts, trials, model)
         return write_folder(folder, *shortened(self.module, manifest, trials), code=code)

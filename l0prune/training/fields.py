@@ -166,8 +166,8 @@ def check_fields(model: type[BaseModel], given: Mapping[str, Any]) -> None:
 @functools.cache
 def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
     field = model.model_fields[name]
-    kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return TypeAdapter(kind)
+    kind: Any = field.annotation
+    return TypeAdapter(Annotated[kind, *field.metadata] if field.metadata else kind)
 
 
 class Declared(BaseModel):

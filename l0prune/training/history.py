@@ -310,8 +310,9 @@ class Display:
         whole = left * each + tests * self._test
         if whole >= _LONG:
             with_tests = f" and {tests} tests of {self._test:.2g} s" if self._test else ""
+            one = f"{each:.2g} s" if each >= 0.1 else f"{1e3 * each:.2g} ms"
             self.note(
-                f"this run will take about {duration(whole)}: {left:,} steps of {1e3 * each:.3g} ms"
+                f"this run will take about {duration(whole)}: {left:,} steps of {one}"
                 f"{with_tests}, by the first {count}"
             )
 
