@@ -5,6 +5,7 @@ What is wrong there is told at once. What only the model or the data can tell co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from l0prune.cli.project import find_recipe
 from l0prune.errors import DataError, FileError
 from l0prune.files.consent import is_code
 from l0prune.plan import names
-from l0prune.plan.budget_text import check_texts
+from l0prune.plan.budget_text import UNITS, check_texts
 from l0prune.plan.targets import check_target
 from l0prune.training.fields import check_fields, current_names
 from l0prune.training.settings import STARTS, Settings
@@ -51,7 +52,7 @@ def check(command: str, given: Mapping[str, Any]) -> None:
 def _check_settings(settings: Mapping[str, Any]) -> None:
     budget = settings.get("budget")
     if budget is not None and "measures" not in settings:
-        check_texts([budget] if isinstance(budget, str) else budget)
+        check_texts([budget] if isinstance(budget, str) else budget, _units())
     check_fields(Settings, {k: v for k, v in settings.items() if k != "budget"})
     for kind in ("loss", "metric"):
         if isinstance(name := settings.get(kind), str) and not is_code(name):
@@ -61,6 +62,13 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     start = settings.get("start")
     if start is not None and start not in (*STARTS, *names.SCORES, *names.FORMER_SCORES):
         names.check_score(start, (*STARTS, *names.SCORES))
+
+
+def _units() -> dict[str, Mapping[str, float]]:
+    """Return the units of all measures: in a process that has loaded them, of added ones, too."""
+    loaded = sys.modules.get("l0prune.plan.measures")
+    added = () if loaded is None else loaded.names()
+    return UNITS | {name: loaded.kind_of(name).suffixes for name in added}  # type: ignore[union-attr]
 
 
 def _check_file(path: Path) -> None:

@@ -15,7 +15,7 @@ _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for ea
 _GROUPS = {
     "Model and data": (
         "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
-        "metric", "augment", "batch_size", "against",
+        "metric", "augment", "batch_size", "against", "outputs",
     ),
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",

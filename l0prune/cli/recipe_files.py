@@ -70,6 +70,7 @@ class GateSection(_Section):
     branches: bool | list[str] | None = defaults.BRANCHES
     uniform: bool = defaults.UNIFORM
     loadable_by: str | None = defaults.LOADABLE_BY
+    outputs: list[str] = list(defaults.OUTPUTS)
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 

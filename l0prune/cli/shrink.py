@@ -63,6 +63,7 @@ def shrink(
     exclude: options.Exclude = None,
     uniform: options.Uniform = False,
     loadable_by: options.LoadableBy = None,
+    outputs: options.Outputs = None,
     dynamic: options.Dynamic = None,
     seed: options.Seed = 0,
     class_dim: ClassDim = None,
@@ -95,6 +96,7 @@ def shrink(
     source = load_data(*named, module, tokenizer, labelled=False)
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
+    asked |= {"outputs": outputs} if outputs else {}
     with shown(console=err):
         small = l0prune.shrink(
             module,

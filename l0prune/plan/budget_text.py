@@ -68,8 +68,8 @@ def check_measure(name: str, known: Collection[str]) -> None:
         )
 
 
-def check_texts(texts: Iterable[str]) -> None:
-    """Check that budgets can be read, and are about measures that come with l0prune.
+def check_texts(texts: Iterable[str], units: Mapping[str, Mapping[str, float]] = UNITS) -> None:
+    """Check that budgets can be read, and are about measures with these units.
 
     Raises:
         UsageError: one of them cannot be read, or is about something else, or in another unit.
@@ -77,9 +77,9 @@ def check_texts(texts: Iterable[str]) -> None:
     for part in (part for text in texts for part in written(text)):
         if part.measure == SPEED:
             continue
-        check_measure(part.measure, UNITS)
+        check_measure(part.measure, units)
         if part.suffix not in ("", "%"):
-            check_unit(part, UNITS[part.measure])
+            check_unit(part, units[part.measure])
 
 
 def check_unit(part: Written, units: Mapping[str, float]) -> None:

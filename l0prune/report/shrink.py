@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,8 @@ def shrink(
         allow_worse_than_mean: return a network, too, whose outputs are farther from the original's
             than their mean is.
         progress: show progress on stderr.
-        **gating: as for ``gate``. Without ``branches`` whole layers stay.
+        **gating: as for ``gate``, such as ``outputs``: those that matter. Without ``branches``
+            whole layers stay.
 
     Raises:
         UsageError: neither budget nor tolerance is given, or both; or it cannot be met; or the
@@ -128,7 +130,8 @@ def shrink(
             curve, before = _smallest(found, division, allowed, widths)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
-        judge = _Judge(found.judged, found.classes, device_of(found.root))
+        outputs = found.gates.outputs
+        judge = _Judge(found.judged, found.classes, device_of(found.root), outputs)
     if recover:
         task = with_pseudo_labels(inputs, model, device=device, held_out=judge.batches)
         compensated = snapshot(work)
@@ -156,12 +159,13 @@ class _Judge:
     batches: list[Any]
     classes: Classes
     place: torch.device
+    outputs: Sequence[str]
 
     def nearness(self, model: nn.Module, other: nn.Module) -> Fidelity:
         """Return the fidelity of another network's outputs to a model's, on the device."""
         place = self.place
         with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
-            return fidelity(model, other, self.batches, self.classes.dim_of)
+            return fidelity(model, other, self.batches, self.classes.dim_of, self.outputs)
 
 
 def _smallest(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from l0prune.capture.outputs import chosen_outputs
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import named
@@ -84,6 +85,34 @@ def tensor_output(outputs: Any) -> Tensor | None:
     """Return a model's output if it is a tensor, or its ``.logits`` if they are."""
     found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return found if isinstance(found, Tensor) else None
+
+
+def measured(outputs: Any, names: Sequence[str] = ()) -> Any:
+    """Return the part of a model's outputs that matters: that of these names, else the documented.
+
+    In the outputs of transformers (mappings that are dataclasses) the latter are the logits, or
+    without any the last hidden state. All others matter whole.
+
+    Raises:
+        UsageError: a name is none of the outputs.
+    """
+    if names:
+        chosen = chosen_outputs(outputs, names)
+        if len(chosen) > 1:
+            return tuple(chosen)
+        return outputs if chosen[0] is tensor_output(outputs) else chosen[0]
+    if tensor_output(outputs) is not None or not _is_documented(outputs):
+        return outputs
+    scores = [key for key in outputs if key.startswith(_SCORES) or key.endswith(_SCORES)]
+    found = [outputs[key] for key in scores or (_STATE,) if isinstance(outputs.get(key), Tensor)]
+    return (tuple(found) if len(found) > 1 else found[0]) if found else outputs
+
+
+_SCORES, _STATE = "logits", "last_hidden_state"  # fields of the outputs of transformers
+
+
+def _is_documented(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and is_dataclass(outputs)
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:

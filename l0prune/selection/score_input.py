@@ -19,7 +19,7 @@ from l0prune.plan.plan import Plan
 from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import tensor_output
+from l0prune.running.criteria import measured, tensor_output
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
@@ -97,7 +97,8 @@ class ScoreInput:
 
                 def under(z: Tensor, inputs: Any = inputs) -> Tensor:
                     with self.gates.using(z):
-                        return output_tensor(call(self.root, inputs)).double()
+                        outputs = call(self.root, inputs)
+                        return output_tensor(outputs, self.gates.outputs).double()
 
                 yield under, batch_length(inputs, targets)
 
@@ -146,13 +147,15 @@ class ScoreInput:
             yield self.task, ((inputs, targets) for inputs, targets, _ in batches)
 
 
-def output_tensor(outputs: Any) -> Tensor:
+def output_tensor(outputs: Any, names: Sequence[str] = ()) -> Tensor:
     """Return a model's scores, or all outputs for each example in one row.
 
-    Of several tensors those that hold whole numbers are left out.
+    Only outputs that matter count: those of these names, else see ``measured``. Of several tensors
+    those that hold whole numbers are left out.
 
     Shape: of several tensors ``(examples, numbers)``.
     """
+    outputs = measured(outputs, names)
     found = tensor_output(outputs)
     if found is not None:
         return found

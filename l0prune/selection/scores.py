@@ -253,7 +253,7 @@ def outputs(of: ScoreInput) -> Tensor:
 
     def along(outputs: Any, targets: Any) -> Tensor:
         """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
-        found = output_tensor(outputs)
+        found = output_tensor(outputs, of.gates.outputs)
         direction = torch.randn(found.shape, generator=generator).to(found)
         return (found * direction).sum() / math.sqrt(len(found))
 

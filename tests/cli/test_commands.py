@@ -308,7 +308,8 @@ def test_a_budget_that_cannot_be_met(done, refused, tmp_path):
 def test_what_no_fit_can_do_is_said_before_data_is_read(done, refused, tmp_path, options, message):
     torch.save(network(), tmp_path / "model.pt")
     done(*GATE)
-    assert message in refused(2, "fit", "--data", "missing.py:load", *options)
+    (tmp_path / "fails.py").write_text("def load():\n    raise SystemExit('data was read')\n")
+    assert message in refused(2, "fit", "--data", "fails.py:load", *options)
 
 
 def test_where_results_go_is_looked_at_before_training(done, refused, tmp_path):

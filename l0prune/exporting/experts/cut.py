@@ -12,10 +12,11 @@ from l0prune.capture.configurations import put_size, sizes_of
 from l0prune.capture.copying import copied_around
 from l0prune.capture.example_inputs import call, keep
 from l0prune.capture.model_checks import evaluating
+from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.data.dataset import as_arguments
 from l0prune.errors import UsageError
-from l0prune.exporting.certify.answers import BOTH, Answer, output_of, tensor_names
+from l0prune.exporting.certify.answers import BOTH, Answer, output_of
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.difference import common_scales, comparable
 from l0prune.exporting.certify.dtypes import lent
