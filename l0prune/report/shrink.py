@@ -24,6 +24,7 @@ from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for
 from l0prune.running.sources import with_pseudo_labels
@@ -168,6 +169,7 @@ class _Judge:
             return fidelity(model, other, self.batches, self.classes.dim_of, self.outputs)
 
 
+@stage("looking for the smallest network within the tolerance")
 def _smallest(
     found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
 ) -> tuple[list[Step], Fidelity]:
@@ -180,7 +182,7 @@ def _smallest(
     best: tuple[dict[str, Tensor], Fidelity] | None = None
     steps = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
-    for _ in range(_TRIED):
+    for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:

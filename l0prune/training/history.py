@@ -322,7 +322,7 @@ class Display:
 
     def epoch(self, record: Record) -> None:
         """Print the record of a finished epoch."""
-        self.console.print(escape(describe(record, self._epochs)), soft_wrap=True)
+        self.note(describe(record, self._epochs))
 
     def note(self, text: str) -> None:
         """Print a message to the user."""
