@@ -24,7 +24,7 @@ from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
-from l0prune.progress.stages import stage
+from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for
 from l0prune.running.sources import with_pseudo_labels
@@ -180,7 +180,7 @@ def _smallest(
     """
     whole = snapshot(found.root)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
-    steps = list[Step]()
+    tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)
@@ -190,7 +190,7 @@ def _smallest(
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
-        steps.append(Step(share, after))
+        tried.append(Step(share, after))
         far = (
             after.error
             if not found.classes.are_known or after.agreement is None
@@ -202,11 +202,11 @@ def _smallest(
         else:
             low = math.log(share)
     if best is None:
-        nearest = max(steps, key=lambda step: step.share, default=None)
+        nearest = max(tried, key=lambda step: step.share, default=None)
         said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
         raise UsageError(
             f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
             "more, or give more inputs"
         )
     put_back(found.root, best[0])
-    return sorted(steps, key=lambda step: step.share), best[1]
+    return sorted(tried, key=lambda step: step.share), best[1]
