@@ -16,8 +16,8 @@ ROOT = Path(l0prune.__file__).parent
 BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
-    "plan", "capture", "infer", "gating", "files", "data", "running", "selection", "exporting",
-    "training", "integrations", "timing", "report", "cli",
+    "progress", "plan", "capture", "infer", "gating", "files", "data", "running", "selection",
+    "exporting", "training", "integrations", "timing", "report", "cli",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",

@@ -51,12 +51,15 @@ app.add_typer(runs.app, name="recipes")
 # 300,000 a small network beside other programs took 20 times as long to train as with one thread;
 # with this value, 3 times; on an idle machine hardly longer than with the default.
 _SPINS = "10000"
+# Torch's own loggers: errors alone. It warns of itself when packages around it are loaded.
+_LOGS = "-all"
 
 
 def main() -> None:
-    """Entry point: exit code 0 done, 1 failed, 2 wrong use."""
+    """Entry point: exit code 0 done, 1 failed, 2 wrong use, 130 stopped by Ctrl-C."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is loaded
+    os.environ.setdefault("TORCH_LOGS", _LOGS)  # read when torch is loaded
     click_command = typer.main.get_command(app)
     with own_warnings():
         code = run_command(lambda: click_command(standalone_mode=False))

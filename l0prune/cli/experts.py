@@ -9,9 +9,10 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.messages import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
+from l0prune.progress.display import shown
 
 Experts = Annotated[int, typer.Option(min=1, help="That each mixture keeps.")]
 Score = Annotated[
@@ -50,7 +51,7 @@ def experts(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    with shown(err):
+    with shown(console=err):
         result = l0prune.shrink_experts(
             module,
             source,

@@ -11,7 +11,7 @@ from rich.console import Group
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.messages import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import (
     LATENCY,
     load_data,
@@ -22,6 +22,7 @@ from l0prune.cli.opening import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import FileError, UsageError
+from l0prune.progress.display import shown
 
 if TYPE_CHECKING:
     from l0prune.files.onnx_network import Origin
@@ -136,7 +137,7 @@ def export(
     Examples:
         l0prune export --out small
         l0prune export model.tuned.pt --int8 --data imagefolder:DIR
-        l0prune export --pretrained small --code
+        l0prune export --onnx --pretrained small
     """
     _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
     path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")
@@ -149,13 +150,13 @@ def export(
     held_out = _examples("--exits", *given) if exits else None
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}{_unlearned(info, path)}")
-    with shown(err):
+    with shown(console=err):
         small = l0prune.export(model, verify=verify)
     small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
     of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
     of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
     of_onnx |= {"time": timed}
-    with shown(err):
+    with shown(console=err):
         files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
         # ONNX files of parts lack the code between the parts.
         for ending in endings + [STATE] * (state or small.in_parts):

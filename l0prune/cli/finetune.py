@@ -13,7 +13,7 @@ import l0prune
 from l0prune.cli import options
 from l0prune.cli.evaluate import say_what_differs
 from l0prune.cli.measure import latency_table
-from l0prune.cli.messages import announced, emit, say
+from l0prune.cli.messages import announced, emit, err, say
 from l0prune.cli.opening import (
     load_data,
     recorded_data,
@@ -26,6 +26,7 @@ from l0prune.cli.options import key_values, with_settings
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
+from l0prune.progress.display import shown
 from l0prune.training.fields import current_names
 
 Setting = Annotated[
@@ -106,7 +107,7 @@ def finetune(
         )
         training_settings |= {} if table is None else {"latency": table}
         live = live_page(folder, path.name) if report else nullcontext()
-        with announced(say), live:
+        with shown(console=err), announced(say), live:
             history = l0prune.finetune(
                 model, source, report=False, **training_settings, out=folder, resume=resume
             )

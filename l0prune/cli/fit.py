@@ -11,7 +11,7 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.measure import latency_table
-from l0prune.cli.messages import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import (
     NO_DATA,
     load_data,
@@ -23,7 +23,8 @@ from l0prune.cli.opening import (
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import L0pruneError, UsageError
-from l0prune.running.stages import stage
+from l0prune.progress.display import shown
+from l0prune.progress.stages import stage
 from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
 
@@ -117,7 +118,7 @@ def fit(
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
     source = load_data(spec, root, model, words)
     found: list[fitted.Fitted] = []
-    with shown(err), fitted.watched(found.append):
+    with shown(console=err), fitted.watched(found.append):
         before = _tested(model, source, **of_data)
         how = _GATES if divides else score
         scores = _scores(model, how, source, batches, seed, of_data["loss"])

@@ -125,6 +125,7 @@ def gate(
     no_branches: NoBranches = False,
     uniform: options.Uniform = defaults.UNIFORM,
     loadable_by: options.LoadableBy = defaults.LOADABLE_BY,
+    outputs: options.Outputs = None,
     exits: Exits = None,
     input_gates: InputGates = None,
     out: Out = None,
@@ -163,6 +164,7 @@ def gate(
         branches=False if no_branches else branches or defaults.BRANCHES,
         uniform=uniform,
         loadable_by=loadable_by,
+        outputs=outputs or defaults.OUTPUTS,
         gate=chosen_gate,
         survey=found,
     )

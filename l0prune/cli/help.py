@@ -8,12 +8,14 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from l0prune.cli import early
+
 _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
 # Options of each group, by parameter name; the last group has all others.
 _GROUPS = {
     "Model and data": (
         "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
-        "metric", "augment", "batch_size", "against",
+        "metric", "augment", "batch_size", "against", "outputs",
     ),
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
@@ -45,6 +47,11 @@ class GroupedCommand(TyperCommand):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         text, _, self.examples = inspect.cleandoc(kwargs.pop("help", "") or "").partition(_EXAMPLES)
         super().__init__(*args, help=text, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Check the arguments while torch is not loaded, and call the command."""
+        early.check(ctx.info_name, ctx.params)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each non-empty group of options."""

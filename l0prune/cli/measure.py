@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +11,13 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.messages import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
+from l0prune.progress.display import shown
 
 Threads = Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")]
 Batch = Annotated[int, typer.Option(help="Examples in one call.")]
@@ -124,7 +122,7 @@ def _write_bundle(
     from l0prune.timing.onnx_files import Job, OnnxRuntime
     from l0prune.timing.runtimes import runtime_of
 
-    with shown(err):
+    with shown(console=err):
         chosen = runtime_of(runtime)
         assert isinstance(chosen, OnnxRuntime)
         chosen.write(Job(model, folder, 1, batch, samples, seed))
@@ -180,7 +178,7 @@ def timed(
     if kept.exists() and not results.exists():
         folder.mkdir(exist_ok=True)
         shutil.copy(kept, results)
-    with shown(err), _progress() as progress:
+    with shown(console=err):
         table = l0prune.measure(
             model,  # type: ignore[arg-type]
             threads,
@@ -190,36 +188,7 @@ def timed(
             samples=samples,
             seed=seed,
             folder=folder,
-            progress=progress,
         )
     results.replace(kept)
     shutil.rmtree(folder)
     return table
-
-
-_KNOWN = 0.01  # seconds: a network found in earlier results takes less, a timed one more
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show the number of timed networks and the remaining time: live, or in a few lines."""
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    left = TextColumn("{task.fields[left]}")
-    with Progress(*columns, left, console=err, transient=True) as bar:
-        task = bar.add_task("timing networks", total=None, left="")
-        began, known = time.monotonic(), 0
-
-        def show(done: int, of: int) -> None:
-            nonlocal began, known
-            now = time.monotonic()
-            if done == 1 or (known == done - 1 and now - began < _KNOWN):
-                began, known = now, done
-            seconds = round((of - done) * (now - began) / max(1, done - known))
-            left = f"{timedelta(seconds=seconds)} left" if known < done < of else ""
-            bar.update(task, completed=done, total=of, left=left)
-            if not err.is_terminal and done % max(1, of // 4) == 0:
-                say(", ".join(filter(None, (f"{done} of {of} networks timed", left))))
-
-        yield show

@@ -1,12 +1,10 @@
-"""Messages and exit codes of the command line: errors as a sentence, results as text or JSON.
-
-Also the display of stages on stderr: live on a terminal, and a line for each long one.
-"""
+"""Messages and exit codes of the command line: errors as a sentence, results as text or JSON."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -16,24 +14,25 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from l0prune.errors import L0pruneError, L0pruneWarning, StoppedElsewhere, UsageError
-from l0prune.running.environment import is_first_process
-from l0prune.running.stages import Stage, watched
+from l0prune.progress.launched import is_first_process
+from l0prune.progress.stages import Stage, watched
 
 # stdout is for results only; all other messages go to stderr.
 out = Console()
 err = Console(stderr=True)
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
-_INTERRUPTED = 130  # return value of typer after Ctrl-C if ``standalone_mode`` is False
+INTERRUPTED = 130  # also the value that typer returns after Ctrl-C without ``standalone_mode``
+
+_STOPPED = "stopped. The same command goes on from the last checkpoint, if it wrote one."
 
 
 def run_command(command: Callable[[], Any]) -> int:
     """Run a command and return its exit code, with a message for any error."""
     try:
-        if command() == _INTERRUPTED:
+        if command() == INTERRUPTED:
             raise KeyboardInterrupt
     except typer.Exit as stop:
         return int(stop.exit_code)
@@ -45,10 +44,10 @@ def run_command(command: Callable[[], Any]) -> int:
     except L0pruneError as error:
         complain(str(error))
         return FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as stop:
         if is_first_process():
-            complain("stopped. The same command goes on from the last checkpoint, if it wrote one.")
-        return FAILED
+            complain(_STOPPED)
+        return 128 + getattr(stop, "signal", signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
@@ -115,9 +114,6 @@ def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:
         out.print(show)
 
 
-LONG = 2.0  # seconds from which on a finished stage is printed
-
-
 @contextmanager
 def announced(say: Callable[[str], None]) -> Iterator[None]:
     """Call ``say`` with each stage that begins in the context, except parts of another stage."""
@@ -130,28 +126,4 @@ def announced(say: Callable[[str], None]) -> Iterator[None]:
         depth += 1 if stage.seconds is None else -1
 
     with watched(tell):
-        yield
-
-
-@contextmanager
-def shown(console: Console) -> Iterator[None]:
-    """Show the stages of the work on the console within the context."""
-    live = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-    def show(stage: Stage) -> None:
-        if stage.seconds is None:
-            live.add_task(stage.name)
-            return
-        live.remove_task(live.task_ids[-1])
-        if stage.seconds >= LONG:
-            console.print(f"{stage.name}: {stage.seconds:.1f} s", highlight=False, soft_wrap=True)
-
-    with live, watched(show):
         yield

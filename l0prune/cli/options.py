@@ -92,6 +92,13 @@ LoadableBy = Annotated[
     str | None,
     typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
 ]
+Outputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Names of the model's outputs that matter, or globs: logits, output_0. Scores and "
+        "nearness look at these alone [those that a model of transformers is for; else all]."
+    ),
+]
 Pretrained = Annotated[
     Path | None,
     typer.Option(

@@ -8,6 +8,7 @@ from typing import Any
 
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
+from l0prune.files.consent import RECIPES
 
 DEFAULTS_FILE = "l0prune.toml"
 OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
@@ -140,3 +141,16 @@ def output_path(out: Path | None, source: str, suffix: str) -> Path:
             stem = stem.removesuffix(ending)
             break
     return Path(f"{stem.replace('/', '_')}{suffix}")
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe, given by path or by the name of a built-in one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for path in (Path(name), RECIPES / f"{name}.toml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in RECIPES.glob("*.toml"))
+    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from l0prune.cli.options import key_and_value, toml_value
+from l0prune.cli.project import find_recipe
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import RECIPES, is_code
@@ -69,6 +70,7 @@ class GateSection(_Section):
     branches: bool | list[str] | None = defaults.BRANCHES
     uniform: bool = defaults.UNIFORM
     loadable_by: str | None = defaults.LOADABLE_BY
+    outputs: list[str] = list(defaults.OUTPUTS)
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 
@@ -243,19 +245,6 @@ def builtin() -> dict[str, Recipe]:
     return {path.stem: load(str(path), []) for path in sorted(RECIPES.glob("*.toml"))}
 
 
-def find(name: str) -> Path:
-    """Return the file of a recipe, given by path or by the name of a built-in one.
-
-    Raises:
-        UsageError: there is none.
-    """
-    for path in (Path(name), RECIPES / f"{name}.toml"):
-        if path.is_file():
-            return path
-    known = sorted(path.stem for path in RECIPES.glob("*.toml"))
-    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
-
-
 def load(name: str, overrides: Sequence[str]) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides to it.
 
@@ -265,7 +254,7 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
         FileError: the file cannot be read, or is no TOML.
         UsageError: it is no recipe, or an override is wrong; says where.
     """
-    path = find(name)
+    path = find_recipe(name)
     content = read_toml(path)
     for override in overrides:
         _override(content, override)

@@ -29,13 +29,13 @@ from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.branch import KIND
+from l0prune.progress.stages import stage
 from l0prune.report.collect import add_time, add_trainings, from_export, repeat_facts
 from l0prune.report.content import Fit
 from l0prune.report.live import live_page
 from l0prune.report.report import HTML, Report, tested, trainings_in
 from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
-from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task, is_split
 from l0prune.selection import fitted
 

@@ -11,9 +11,11 @@ from rich.table import Table
 
 from l0prune.cli import options
 from l0prune.cli.help import GroupedCommand
-from l0prune.cli.messages import announced, emit, say
+from l0prune.cli.messages import announced, emit, err, say
+from l0prune.cli.project import find_recipe
 from l0prune.errors import UsageError
-from l0prune.running.environment import is_launched
+from l0prune.progress.display import shown
+from l0prune.progress.launched import is_launched
 
 RUNS = ("*.run", "runs/*")  # folders of `finetune` and `run`
 
@@ -56,7 +58,7 @@ def run(
     loaded = recipe_files.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
-    with announced(say):
+    with shown(console=err), announced(say):
         result = run_recipe(loaded, target, root, report=report)
     emit(result, json, _table(result))
     if report:
@@ -168,8 +170,6 @@ def show(name: options.Recipe) -> None:
         l0prune recipes show digits-wide
         l0prune recipes show digits-wide > my.toml && l0prune run my.toml
     """
-    from l0prune.cli import recipe_files  # loads torch
-
     sys.stdout.flush()
-    sys.stdout.buffer.write(recipe_files.find(name).read_bytes())  # a console would wrap its lines
+    sys.stdout.buffer.write(find_recipe(name).read_bytes())  # a console would wrap its lines
     sys.stdout.buffer.flush()

@@ -9,12 +9,13 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.export import Timed, folders, say_written
-from l0prune.cli.messages import emit, err, shown
+from l0prune.cli.export import Onnx, Timed, folders, say_written
+from l0prune.cli.messages import emit, err
 from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
+from l0prune.progress.display import shown
 
 Budget = Annotated[
     list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=12ms, …")
@@ -62,10 +63,12 @@ def shrink(
     exclude: options.Exclude = None,
     uniform: options.Uniform = False,
     loadable_by: options.LoadableBy = None,
+    outputs: options.Outputs = None,
     dynamic: options.Dynamic = None,
     seed: options.Seed = 0,
     class_dim: ClassDim = None,
     allow_worse_than_mean: Worse = False,
+    onnx: Onnx = False,
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
@@ -78,7 +81,7 @@ def shrink(
     The budget is divided over the layers, slots are cut, and the weights that are left compensate
     for those that went. The ONNX file is proven to compute what the cut model does; how near that
     is to the model itself is measured on inputs that were held out; --pretrained and --vllm write a
-    folder in its place.
+    folder in its place, and with --onnx both are written.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
@@ -93,7 +96,8 @@ def shrink(
     source = load_data(*named, module, tokenizer, labelled=False)
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
-    with shown(err):
+    asked |= {"outputs": outputs} if outputs else {}
+    with shown(console=err):
         small = l0prune.shrink(
             module,
             source,
@@ -110,7 +114,7 @@ def shrink(
         )
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
-        if out or not files:
+        if onnx or out or not files:
             files += small.save_onnx(output_path(out, spec, ".small.onnx"), time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)

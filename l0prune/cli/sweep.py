@@ -15,8 +15,9 @@ from rich.table import Table
 from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say
 from l0prune.cli.options import key_values
+from l0prune.cli.project import find_recipe
 from l0prune.errors import TrainingError, UsageError
-from l0prune.running.environment import is_launched
+from l0prune.progress.launched import is_launched
 
 if TYPE_CHECKING:
     from l0prune.cli.sweep_grid import Point
@@ -85,7 +86,7 @@ def sweep(
     with claimed(target):
         started = launcher(where, target, jobs, key_values(job, "timeout_min=60"))
         sweep_grid.record(target, base, settings)
-        words = sweep_run.run_words(recipe_files.find(recipe), fixed, data_root, report)
+        words = sweep_run.run_words(find_recipe(recipe), fixed, data_root, report)
         with _progress(points, target, sweep_run.last_line) as (tell, look):
             endings = sweep_run.Sweep(points, target, words, started, tell).run(look)
         result = _result(points, endings, target, report)

@@ -9,10 +9,11 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.messages import emit, err, say, shown
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import open_model
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
+from l0prune.progress.display import shown
 
 Text = Annotated[
     list[Path] | None,
@@ -54,7 +55,7 @@ def vocabulary(
     if not text and ids is None:
         raise UsageError("say which tokens stay: --text FILE, or --ids FILE")
     spec, module = open_model(model, model_option, weights, trust_pickle)
-    with shown(err):
+    with shown(console=err):
         result = l0prune.shrink_vocabulary(
             module,
             tokenizer,

@@ -16,7 +16,7 @@ from l0prune.infer.rewrites.resized import with_switches
 from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 
 def capture_parts(network: Network) -> Network:

@@ -30,6 +30,9 @@ from l0prune.exporting.slice import select, slice_by_plan, slice_graphs, slice_t
 from l0prune.exporting.write import write
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates, asked_of
+from l0prune.gating.gated_class import original_class
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
 
 BY_PLAN: tuple[Pass, ...] = (  # by the gates' plan: for models that keep their own class
@@ -51,7 +54,8 @@ BY_CAPTURE: tuple[Pass, ...] = (
 
 
 @one_at_a_time()
-def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
+@displayed
+def export(model: nn.Module, *, verify: Verify = "float64", progress: bool = True) -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 
     The model is left as it is. All work is on its device (on the CPU, if that has no float64).
@@ -61,6 +65,7 @@ def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
         verify: the precision of the proof. ``"float64"`` shows faults of 1e-10 and more, and
             compares in float32, too. ``"float32"`` takes less time and shows faults of 1e-5 and
             more. Of a model that is captured in parts these are compared in both.
+        progress: show progress on stderr.
 
     Raises:
         NotGated: the model carries no gates.
@@ -72,7 +77,8 @@ def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
     gated, bank = holder(model)
     _warn_of_excess(bank)
     try:
-        return _exported(model, gated, bank, verify)
+        with stage(f"exporting {original_class(gated).__name__}"):
+            return _exported(model, gated, bank, verify)
     except torch.OutOfMemoryError as error:
         said = first_line(error)
     raise L0pruneError(_on_memory(gated, said))  # outside except: its tensors are freed by now

@@ -17,8 +17,8 @@ from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent, placed
 from l0prune.gating.bank import Gates
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 
 _SAME = 1e-6  # of the output's scale in float32: one module run twice
 _SINGLE = torch.float32

@@ -25,6 +25,7 @@ from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.gating.attaching import check_intact, detach, holder
 from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import steps
 from l0prune.running.device import check_values, device_of, exact_device
 
 
@@ -129,14 +130,14 @@ class Network:
 Pass = Callable[[Network], Network]
 
 
-def run(passes: Iterable[Pass], network: Network) -> Network:
+def run(passes: Sequence[Pass], network: Network) -> Network:
     """Run the passes in order; a pass may raise ``NotThisWay``."""
-    for each in passes:
+    for each in steps(passes):
         network = each(network)
     return network
 
 
-def attempt(passes: Iterable[Pass], network: Network) -> Network | None:
+def attempt(passes: Sequence[Pass], network: Network) -> Network | None:
     """Run the passes in order; return None if one raises ``NotThisWay``.
 
     On return their results are freed, which a traceback would keep while an exception is handled.

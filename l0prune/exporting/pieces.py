@@ -30,8 +30,8 @@ from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
 from l0prune.exporting.state import attributes_kept, state_of
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 
 
 @dataclass(frozen=True)

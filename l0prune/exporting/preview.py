@@ -18,8 +18,8 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.gate import kept_example
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 
 # Models with more parameters are not tried: that would take minutes.
 _LARGEST = 500_000_000

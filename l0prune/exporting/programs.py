@@ -25,7 +25,7 @@ from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.state import check_kept, check_stateless
 from l0prune.exporting.uncut import rounding_in
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 Run = Callable[[Inputs], list[Tensor]]
 

@@ -40,6 +40,11 @@ from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.gating.attaching import holder
 from l0prune.plan.numbers import THREADS, check_whole
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import counting, stage, steps
+
+# About how long parts of writing a file take, relative to each other.
+_PROGRAM, _WRITTEN, _TIMED, _IN_INT8 = 1, 4, 6, 15
 
 
 class Export(Outcome):
@@ -94,6 +99,7 @@ class Export(Outcome):
         return self.pieces[0].program
 
     @one_at_a_time()
+    @displayed
     def save_onnx(
         self,
         path: str | os.PathLike[str],
@@ -107,6 +113,7 @@ class Export(Outcome):
         dtype: str | torch.dtype | None = None,
         half_io: bool = False,
         external_data: bool = False,
+        progress: bool = True,
     ) -> tuple[Path, ...]:
         """Write the current module as ONNX, after ONNX Runtime has shown that the file is the same.
 
@@ -130,6 +137,7 @@ class Export(Outcome):
             dtype: write ``model.float16.onnx`` (or ``bfloat16``), too; see ``Export.half``.
             half_io: with ``dtype``, whether its inputs and outputs are in 16 bits, too.
             external_data: write the weights into the file beside it in any case.
+            progress: show progress on stderr.
 
         Returns:
             The files written, those with weights after the others.
@@ -145,30 +153,40 @@ class Export(Outcome):
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
-        pieces, self._untimed = self._made.pieces, ""
+        parts = _PROGRAM + _WRITTEN + time * _TIMED
+        parts += _IN_INT8 * (int8 is not None) + (dtype is not None)
         self.speedup = self.int8 = self.half = None
-        if dtype is not None:
-            from l0prune.exporting.onnx import half as half_precision  # loads onnx
-
-            opset = half_precision.opset_for(dtype, opset, pieces)
-        if int8 is not None:
-            from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
-
-            eight_bits.check_possible(pieces, opset)
-        with Unfinished() as files:
-            certificate = self._write_proven(files, path, opset, external_data)
-            file, unfinished = next(iter(files.paths.items()))
-            dense: Path | None = None
-            if time:
-                dense = self._time(unfinished, beside, threads, opset, has_int8=int8 is not None)
-            facts = self._describe(files, certificate)
-            proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense)
-            if int8 is not None:
-                target, _ = files.begin(eight_bits.path_of(file))
-                self.int8 = eight_bits.write_int8(proven, target, int8, self.ranges, compensate)
+        with stage(f"writing {Path(path).name}"), counting(parts) as counter:
+            pieces, self._untimed = self._made.pieces, ""
+            counter.step(_PROGRAM)
             if dtype is not None:
-                targets = files.begin(half_precision.path_of(file, dtype))
-                self.half = half_precision.write_half(proven, *targets, dtype, half_io)
+                from l0prune.exporting.onnx import half as half_precision  # loads onnx
+
+                opset = half_precision.opset_for(dtype, opset, pieces)
+            if int8 is not None:
+                from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
+
+                eight_bits.check_possible(pieces, opset)
+            with Unfinished() as files:
+                with counter.takes(_WRITTEN):
+                    certificate = self._write_proven(files, path, opset, external_data)
+                file, unfinished = next(iter(files.paths.items()))
+                dense: Path | None = None
+                if time:
+                    has_int8 = int8 is not None
+                    with counter.takes(_TIMED):
+                        dense = self._time(unfinished, beside, threads, opset, has_int8=has_int8)
+                facts = self._describe(files, certificate)
+                proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense)
+                if int8 is not None:
+                    target, _ = files.begin(eight_bits.path_of(file))
+                    with counter.takes(_IN_INT8):
+                        self.int8 = eight_bits.write_int8(
+                            proven, target, int8, self.ranges, compensate
+                        )
+                if dtype is not None:
+                    targets = files.begin(half_precision.path_of(file, dtype))
+                    self.half = half_precision.write_half(proven, *targets, dtype, half_io)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files
@@ -178,7 +196,7 @@ class Export(Outcome):
     ) -> Certificate:
         """Write the files in float32, and return the certificate with their comparisons."""
         checks: list[Check] = []
-        for piece in self._made.pieces:
+        for piece in steps(self._made.pieces):
             checks += files.add(piece, piece.file_of(path), opset, self.source, apart)
         certificate = self.certificate.without("onnx", "openvino").with_checks(checks)
         for piece, unfinished in zip(self._made.pieces, files.paths.values(), strict=True):
@@ -203,9 +221,12 @@ class Export(Outcome):
                 macs = (dense.macs, self.macs)
             else:
                 dense.check_size()
-            file = dense.file(pieces[0].sizes, opset)
-            known = cut_facts(self.plan, self.kept, self.asked, **facts)
-            self.speedup = measured(path, file, pieces[0], threads, macs, known)
+            with counting(_TIMED) as counter:
+                with counter.takes(_WRITTEN):
+                    file = dense.file(pieces[0].sizes, opset)
+                known = cut_facts(self.plan, self.kept, self.asked, **facts)
+                with counter.takes(_TIMED - _WRITTEN):
+                    self.speedup = measured(path, file, pieces[0], threads, macs, known)
         except Exception as error:  # of torch, ONNX Runtime or the system: the file itself is right
             self._untimed = f"Not timed: {in_a_line(error)}"
             return None
@@ -292,7 +313,12 @@ class Export(Outcome):
 
     @one_at_a_time()
     def save_pretrained(
-        self, folder: str | os.PathLike[str], *, model: str = "", code: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        model: str = "",
+        code: bool = False,
+        onnx: bool = False,
     ) -> str:
         """Write ``module`` to a folder: safetensors and a manifest in JSON, without a pickle.
 
@@ -309,6 +335,7 @@ class Export(Outcome):
                 and torchvision as they come.
             code: put ``l0prune_model.py`` beside it: one file of plain torch, whose ``resize``
                 loads the folder where l0prune is not installed.
+            onnx: put ``model.onnx`` into it, too, as ``save_onnx`` writes it.
 
         Returns:
             How to load it, and whether transformers can, or why not.
@@ -323,6 +350,9 @@ class Export(Outcome):
                 'Save it as a program (save("model.pt2")) or as ONNX (save_onnx).'
             )
         self._look()
+        if onnx:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.save_onnx(Path(folder) / "model.onnx")
         trials = self._made.trials
         manifest = described(self.module, self._facts, trials, model)
         return write_folder(folder, *shortened(self.module, manifest, trials), code=code)

@@ -26,7 +26,7 @@ from l0prune.exporting.own_class.sizes import resized
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.program import reexport
 from l0prune.exporting.slicing.tensors import cut_by_plan
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
 

@@ -95,6 +95,7 @@ class GatesContent(Strict):
     free: list[dict[str, str]] = Field(default_factory=list)
     int8: dict[str, Any] | None = None
     asked: list[str] = Field(default_factory=list)
+    outputs: list[str] = Field(default_factory=list)
 
 
 class StructureContent(Strict):
@@ -174,6 +175,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
             free=gates.free.to_json(),
             int8=None if gates.quantizer is None else gates.quantizer.found.to_dict(),
             asked=list(gates.asked),
+            outputs=list(gates.outputs),
         )
     packed = pack(model, path, can_be_built=is_rebuildable(_spec(facts)))
     if packed is not None:
@@ -355,6 +357,7 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
     if (None if own is None else own.shape) != (None if found is None else found.shape):
         raise ValueError("a temperature that is not of this kind of gates")
     gates.fixed, gates.asked = saved.fixed, tuple(saved.asked)
+    gates.outputs = tuple(saved.outputs)
     return gates
 
 

@@ -18,13 +18,13 @@ from l0prune.files.pickles import load_pickle
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
 from l0prune.files.user_code import (
-    PACKAGES,
     check_no_gates,
     from_code,
     is_rebuildable,
     torchvision_model,
 )
 from l0prune.gating.bank import Gates
+from l0prune.plan.names import no_model
 
 # Keys under which training scripts keep the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
@@ -65,7 +65,7 @@ def _build(spec: str, trust_pickle: bool) -> Any:
     if Path(spec).suffix == ".py":
         raise UsageError(_code_without_name(spec))
     if not Path(spec).exists() and not Path(spec).suffix:
-        raise UsageError(_no_source(spec))
+        raise no_model(spec)
     return _read(spec, trust_pickle)
 
 
@@ -92,14 +92,6 @@ def _code_without_name(path: str) -> str:
     shown = " or ".join(f"{path}:{name}" for name in names[:3]) or f"{path}:build"
     return (
         f"{path} is code. Name what makes the model in it, a function, a class or a module: {shown}"
-    )
-
-
-def _no_source(spec: str) -> str:
-    known = ", ".join(f"{kind}:NAME" for kind in PACKAGES)
-    return (
-        f"{spec!r} is neither a file nor any other model source. Give a file written by "
-        f"torch.save(model, path), path.py:factory, or one of {known}."
     )
 
 

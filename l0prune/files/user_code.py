@@ -171,8 +171,10 @@ def _transformers(name: str) -> nn.Module:
     where, more = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (name, {})
     options = {"trust_remote_code": False, **more}
     try:
-        config = transformers.AutoConfig.from_pretrained(where, **options)
-        saved = getattr(transformers, (config.architectures or [""])[0], None)
+        with muted():  # what these load lets torch warn of itself
+            importlib.import_module("transformers.modeling_utils")
+            config = transformers.AutoConfig.from_pretrained(where, **options)
+            saved = getattr(transformers, (config.architectures or [""])[0], None)
         auto = transformers.AutoModelForCausalLM if is_gguf else transformers.AutoModel
         model: nn.Module
         model, told = (saved or auto).from_pretrained(where, output_loading_info=True, **options)

@@ -6,8 +6,10 @@ which are at fault; these become pins, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,25 +18,51 @@ from l0prune.gating.at_fault import at_fault
 from l0prune.gating.branch_trials import REFUSED, Failure, Trials, without_refused_branches
 from l0prune.gating.number_trials import faults
 from l0prune.infer.build import Analysis
-from l0prune.infer.parts import Parts
+from l0prune.infer.parts import Parts, inferred
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Pin, Plan
+from l0prune.progress.stages import counting, stage
 
 _OPEN = 0.6  # probability that a slot stays in a trial
 
 
-def offered(model: nn.Module, parts: Parts) -> Parts:
-    """Return the parts, with a plan of only those axes and branches that can be gated and cut.
+_WEIGHTS = (5, 3, 1, 1)  # about how long the steps take: capture, branches, axes, numbers
+
+
+@stage("looking for what can be cut")
+def offered(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
+    """Return the model's parts, with a plan of only what can be gated and cut.
 
     With ``L0PRUNE_STRICT=1`` in the environment the error of a failed trial is raised.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model's forward on these inputs.
+        UsageError: the model cannot be analysed, or the example holds no tensor.
     """
-    parts = without_refused_branches(parts)
+    passes: list[Callable[[Parts], Parts]] = [
+        without_refused_branches,
+        _without_failed,
+        partial(_without_faults, model),
+    ]
+    with counting(sum(_WEIGHTS)) as counter:
+        with counter.takes(_WEIGHTS[0]):
+            parts = inferred(model, args, kwargs)
+        for each, weight in zip(passes, _WEIGHTS[1:], strict=True):
+            with counter.takes(weight):
+                parts = each(parts)
+    return parts
+
+
+def _without_failed(parts: Parts) -> Parts:
     failed = {
         name: why.pin("", f"cutting slots of {name} failed")
         for part in parts.found
         for name, why in _failed(part.analysis)
     }
-    parts = _without(parts, failed)
+    return _without(parts, failed)
+
+
+def _without_faults(model: nn.Module, parts: Parts) -> Parts:
     found = faults(model, parts)
     return _without(parts, {name: Pin("", why.format(name)) for name, why in found.items()})
 

@@ -92,6 +92,8 @@ class Gates(SampledGates):
         quantizer: the fake quantization that a training has put on; None for none.
         facts: properties of the training data, as JSON data, for the files of an export:
             ``preprocessing`` of images.
+        outputs: names of the model's outputs that matter to scores and fidelity; empty for the
+            documented ones.
         asked: the budgets that the gates met last, or are trained for, as text; empty for gates
             that something else opened and closed.
     """
@@ -112,6 +114,7 @@ class Gates(SampledGates):
         self.free = free
         self.facts: dict[str, Any] = {}
         self.asked: tuple[str, ...] = ()
+        self.outputs: tuple[str, ...] = ()
         _alive.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from l0prune.infer.rewrites.resized import rewritten, with_switches
 from l0prune.plan.branch import vital
 from l0prune.plan.plan import Pin
 from l0prune.plan.switches import dead_parameters, switched
+from l0prune.progress.stages import steps
 
 REFUSED = "branch "  # prefix of ``Pin.where`` for a branch
 
@@ -78,7 +79,7 @@ def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
     if not own:
         return
     trials, found = Trials(analysis, own), dict[str, Pin | None]()
-    for *others, last in _alike(analysis.branches, own):
+    for *others, last in steps(_alike(analysis.branches, own)):
         found[last] = trials.failed([last])
         for name in others:
             found[name] = trials.failed([name]) if found[last] is not None else None

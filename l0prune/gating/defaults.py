@@ -10,4 +10,5 @@ INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()
 KEEP: tuple[str, ...] = ()
 UNIFORM = False
+OUTPUTS: tuple[str, ...] = ()
 LOADABLE_BY = None  # any program that l0prune writes for

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from l0prune.capture.capture import fixed_sizes
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside, is_distributed
-from l0prune.capture.model_checks import check_module
+from l0prune.capture.example_inputs import opened
+from l0prune.capture.model_checks import check_module, evaluating, same_draws
+from l0prune.capture.outputs import chosen_outputs
 from l0prune.capture.sizes import free_sizes
 from l0prune.capture.threads import one_at_a_time
+from l0prune.capture.undisturbed import undisturbed
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating import defaults
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
@@ -22,7 +25,6 @@ from l0prune.gating.axis_trials import offered
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.gating.loadable import loadable
-from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
@@ -30,6 +32,7 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
 from l0prune.plan.widths import axes_to_keep
 from l0prune.plan.widths import uniform as uniform_widths
+from l0prune.progress.display import displayed
 
 KeepClass = bool | Literal["native"]
 
@@ -82,6 +85,7 @@ class Surveyed(Protocol):
 
 
 @one_at_a_time()
+@displayed
 def gate(
     model: Model,
     args: Any,
@@ -98,8 +102,10 @@ def gate(
     branches: bool | Globs | None = defaults.BRANCHES,
     uniform: bool = defaults.UNIFORM,
     loadable_by: str | None = defaults.LOADABLE_BY,
+    outputs: Globs = defaults.OUTPUTS,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
+    progress: bool = True,
 ) -> Model:
     """Put one gate on every slot of the model that can be cut out, in place.
 
@@ -125,8 +131,13 @@ def gate(
         loadable_by: gate only what this program can load by itself, and warn of what stays whole:
             ``"transformers"``, which has one number for all layers (``save_pretrained``); or of a
             Llama ``"vllm"``, which has a width for each MLP (``Export.save_vllm``).
+        outputs: names of the outputs that matter, or globs: ``"logits"``, ``"output_0"`` of a
+            tuple. Scores, compensation, fidelity and tolerances look at these alone; all outputs
+            are computed exactly. By default those that a model of transformers is for, its logits
+            or else its last hidden state; of other models all.
         gate: the kind of gate, by default ``HardConcrete()``.
         survey: of this model, to save doing it again.
+        progress: show progress on stderr.
 
     Returns:
         The same object.
@@ -139,7 +150,7 @@ def gate(
     """
     given, model = model, _plain(model)
     kind = _kind(gate)
-    found = offered(model, inferred(model, args, kwargs)) if survey is None else survey
+    found = offered(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
     if keep_class == "native":
         branches = _native_branches(branches)
@@ -150,8 +161,24 @@ def gate(
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
     log_alpha = _placed(_initial(plan, kind, open_probability, jitter, seed), model, plan)
-    attach(model, Gates(plan, kind, log_alpha, kept_example(found.example), free))
+    gates = Gates(plan, kind, log_alpha, kept_example(found.example), free)
+    gates.outputs = _known_outputs(model, found.example, outputs)
+    attach(model, gates)
     return given
+
+
+def _known_outputs(model: nn.Module, example: Example, outputs: Globs) -> tuple[str, ...]:
+    """Return the names of outputs, of which the model has each."""
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    given = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    weights = [*model.parameters(), *model.buffers()]
+    if not names or any(each.is_meta for each in (*given, *weights)):
+        return names
+    place = weights[0].device
+    args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place), opened(example))
+    with torch.no_grad(), evaluating(model), undisturbed(model), same_draws(model):
+        chosen_outputs(model(*args, **kwargs), names)
+    return names
 
 
 def _plain(model: Model) -> Model:

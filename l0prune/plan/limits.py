@@ -14,7 +14,6 @@ A ``Bound`` is a limit on one network: the measure there, and the amount that is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, nextafter
@@ -23,18 +22,13 @@ import torch
 from torch import Tensor
 
 from l0prune.errors import UsageError, warn
+from l0prune.plan.budget_text import HELP, SPEED, Written, check_unit, written
 from l0prune.plan.globs import listed, matching
 from l0prune.plan.measures import Latency, Measure, Source, kind_of, measure_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import axes_written, out_of_reach, tensors_of_layers
 
-_NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
-SPEED = "speed"  # name of budgets in times as fast
 _FEWEST = 10  # least plausible count of a network
-_HELP = (
-    "write speed=2, macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
-    "'layer3.*: width=0.5'"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +56,11 @@ class Limit:
     def __post_init__(self) -> None:
         kind = kind_of(self.measure)
         if not 0 < self.amount < float("inf"):
-            raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {_HELP}")
+            raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {HELP}")
         if not self.suffix and 1 < self.amount < _FEWEST and not kind.each_axis:
             raise UsageError(
                 f"a budget of {self.amount:g} is neither a share, which is at most 1 (100 %), nor "
-                f"a count that a network could have; {_HELP}"
+                f"a count that a network could have; {HELP}"
             )
 
     def __str__(self) -> str:
@@ -125,7 +119,7 @@ def limits(given: LimitsLike) -> tuple[Limit, ...]:
     found = tuple(_limits(given))
     keys = [(limit.measure, limit.glob) for limit in found]
     if not found:
-        raise UsageError(f"an empty budget limits nothing; {_HELP}")
+        raise UsageError(f"an empty budget limits nothing; {HELP}")
     for key in keys:
         if keys.count(key) > 1:
             raise UsageError(f"the budget limits {key[0]} of {key[1]!r} twice; give one limit")
@@ -136,73 +130,59 @@ def _limits(given: LimitsLike) -> Iterable[Limit]:
     if isinstance(given, Limit):
         yield given
     elif isinstance(given, str):
-        for part in given.split(","):
-            yield _parse(part)
+        yield from map(_limit_of, written(given))
     elif isinstance(given, Mapping):
         for name, amount in given.items():
-            yield _parse(f"{name}={amount}")
+            yield from map(_limit_of, written(f"{name}={amount}"))
     elif isinstance(given, Iterable):
         for each in given:
             yield from _limits(each)
     else:
-        raise UsageError(f"a {type(given).__name__} is no budget; {_HELP}")
+        raise UsageError(f"a {type(given).__name__} is no budget; {HELP}")
 
 
-def _parse(text: str) -> Limit:
-    head, equals, amount = text.rpartition("=")
-    glob, colon, measure = head.rpartition(":")
-    if not equals or (colon and not glob.strip()):
-        raise UsageError(f"cannot read the budget {text.strip()!r}; {_HELP}")
-    number = _NUMBER.fullmatch(amount.strip())
-    if number is None:
-        raise UsageError(f"cannot read {amount.strip()!r} in the budget {text.strip()!r}; {_HELP}")
-    name, where = measure.strip(), glob.strip() or "*"
-    value, suffix = float(number["value"]), number["suffix"]
+def _limit_of(part: Written) -> Limit:
+    name, value = part.measure, part.value
     if name == SPEED:
-        return _times_as_fast(value, suffix, where, text.strip())
-    if suffix == "%":
+        return _times_as_fast(part)
+    if part.suffix == "%":
         if value > 100:
-            raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
+            raise UsageError(f"the budget {part.text!r} is more than the whole network; {HELP}")
         value = value * 0.01
-    elif suffix or value > 1 or (number["value"] == "1" and kind_of(name).each_axis):
-        return _absolute(name, value, suffix, where, text.strip())
+    elif part.suffix or value > 1 or (part.digits == "1" and kind_of(name).each_axis):
+        return _absolute(part)
     if value == 1 and kind_of(name).each_axis:  # a share: 1 of this amount is one slot
         value = nextafter(1.0, 0.0)
-    return Limit(name, value, where)
+    return Limit(name, value, part.glob)
 
 
-def _times_as_fast(value: float, suffix: str, glob: str, text: str) -> Limit:
+def _times_as_fast(part: Written) -> Limit:
     """Return the limit in milliseconds of a network that is ``value`` times as fast."""
-    if suffix not in ("", "x") or glob != "*":
+    if part.suffix not in ("", "x") or part.glob != "*":
         raise UsageError(
-            f"cannot read the budget {text!r}: {SPEED}=2 is twice as fast as the whole network "
-            "that came in; a part of it has a budget such as 'layer3.*: latency=0.5'"
+            f"cannot read the budget {part.text!r}: {SPEED}=2 is twice as fast as the whole "
+            "network that came in; a part of it has a budget such as 'layer3.*: latency=0.5'"
         )
-    if value <= 1:
+    if part.value <= 1:
         raise UsageError(
-            f"the budget {text!r} asks for a network that is no faster than the one that came in: "
-            f"{SPEED} is more than 1, and {SPEED}=2 is twice as fast"
+            f"the budget {part.text!r} asks for a network that is no faster than the one that came "
+            f"in: {SPEED} is more than 1, and {SPEED}=2 is twice as fast"
         )
-    return Limit(Latency.name, 1 / value, written=f"{SPEED}={value:g}")
+    return Limit(Latency.name, 1 / part.value, written=f"{SPEED}={part.value:g}")
 
 
-def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:
+def _absolute(part: Written) -> Limit:
     """Return a limit in the measure's unit, from an amount that is not a share."""
-    suffixes = kind_of(name).suffixes
-    if suffix not in suffixes:
-        units = ", ".join(f"{name}={value:g}{each}" for each in suffixes if each)
-        wrong = f"{suffix!r} is none of its units." if suffix else f"{value:g} of what?"
+    units = kind_of(part.measure).suffixes
+    check_unit(part, units)
+    unit = next(iter(units))
+    amount = part.value * units[part.suffix]
+    if not unit and part.suffix and amount < _FEWEST:
         raise UsageError(
-            f"cannot read {value:g}{suffix} in the budget {text!r}: {wrong} Write {units}, or a "
-            f"share such as {name}=0.5"
+            f"the budget {part.text!r} is {amount:g} {part.measure}, fewer than a network has; "
+            f"{HELP}"
         )
-    unit = next(iter(suffixes))
-    amount = value * suffixes[suffix]
-    if not unit and suffix and amount < _FEWEST:
-        raise UsageError(
-            f"the budget {text!r} is {amount:g} {name}, fewer than a network has; {_HELP}"
-        )
-    return Limit(name, amount, glob, unit)
+    return Limit(part.measure, amount, part.glob, unit)
 
 
 _ROUNDING = 1e-9  # of a share of slots: 0.29 of 100 is 28.999…96

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
+from l0prune.plan.budget_text import UNITS, check_measure
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
 from l0prune.plan.plan import BITS, Axis, Cost, Plan
@@ -242,12 +243,7 @@ def kind_of(name: str) -> type[Measure]:
     Raises:
         UsageError: there is none.
     """
-    if name not in _kinds:
-        raise UsageError(
-            f"a budget is about one of {', '.join(_kinds)}, not {name!r}; a measure of your own "
-            "takes a class under @l0prune.measures.register (docs/extending.md), and on the "
-            "command line --measure file.py:Class"
-        )
+    check_measure(name, _kinds)
     return _kinds[name]
 
 
@@ -271,7 +267,7 @@ _LARGE = ["", " k", " M", " G", " T"]
 class Count(SumOfTerms):
     """Measure that is a whole number, such as parameters or MACs."""
 
-    suffixes: ClassVar = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    suffixes: ClassVar = UNITS["macs"]
 
     def actual(self, open_: Tensor, through: Axes = None) -> int:
         """The count of the model that an export with these open gates makes."""
@@ -315,7 +311,7 @@ class Width(Count):
     """Slots of an axis: channels, neurons, heads; a branch has no width."""
 
     name, label = "width", "slots"
-    suffixes: ClassVar = {"": 1.0}
+    suffixes: ClassVar = UNITS[name]
     each_axis = True
 
     def __init__(self, plan: Plan) -> None:
@@ -359,7 +355,7 @@ class Latency(SumOfTerms):
     """The time of one call in milliseconds. A table of times makes it (a ``Source``)."""
 
     name, label = "latency", "latency"
-    suffixes: ClassVar = {"ms": 1.0, "us": 1e-3, "µs": 1e-3, "s": 1e3}
+    suffixes: ClassVar = UNITS[name]
 
     @classmethod
     def of(cls, plan: Plan) -> Measure:

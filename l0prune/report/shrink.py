@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for
 from l0prune.running.sources import with_pseudo_labels
@@ -52,6 +55,7 @@ _TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
 
 
+@displayed
 def shrink(
     model: nn.Module,
     inputs: Any,
@@ -68,6 +72,7 @@ def shrink(
     seed: int = 0,
     class_dim: int | None = None,
     allow_worse_than_mean: bool = False,
+    progress: bool = True,
     **gating: Any,
 ) -> Export:
     """Return a smaller network that computes nearly what a network does, from some of its inputs.
@@ -95,7 +100,9 @@ def shrink(
             labels, probabilities or the output's name say, of two or four dims dim 1.
         allow_worse_than_mean: return a network, too, whose outputs are farther from the original's
             than their mean is.
-        **gating: as for ``gate``. Without ``branches`` whole layers stay.
+        progress: show progress on stderr.
+        **gating: as for ``gate``, such as ``outputs``: those that matter. Without ``branches``
+            whole layers stay.
 
     Raises:
         UsageError: neither budget nor tolerance is given, or both; or it cannot be met; or the
@@ -124,7 +131,8 @@ def shrink(
             curve, before = _smallest(found, division, allowed, widths)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
-        judge = _Judge(found.judged, found.classes, device_of(found.root))
+        outputs = found.gates.outputs
+        judge = _Judge(found.judged, found.classes, device_of(found.root), outputs)
     if recover:
         task = with_pseudo_labels(inputs, model, device=device, held_out=judge.batches)
         compensated = snapshot(work)
@@ -152,14 +160,16 @@ class _Judge:
     batches: list[Any]
     classes: Classes
     place: torch.device
+    outputs: Sequence[str]
 
     def nearness(self, model: nn.Module, other: nn.Module) -> Fidelity:
         """Return the fidelity of another network's outputs to a model's, on the device."""
         place = self.place
         with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
-            return fidelity(model, other, self.batches, self.classes.dim_of)
+            return fidelity(model, other, self.batches, self.classes.dim_of, self.outputs)
 
 
+@stage("looking for the smallest network within the tolerance")
 def _smallest(
     found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
 ) -> tuple[list[Step], Fidelity]:
@@ -170,9 +180,9 @@ def _smallest(
     """
     whole = snapshot(found.root)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
-    steps = list[Step]()
+    tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
-    for _ in range(_TRIED):
+    for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
@@ -180,7 +190,7 @@ def _smallest(
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
-        steps.append(Step(share, after))
+        tried.append(Step(share, after))
         far = (
             after.error
             if not found.classes.are_known or after.agreement is None
@@ -192,11 +202,11 @@ def _smallest(
         else:
             low = math.log(share)
     if best is None:
-        nearest = max(steps, key=lambda step: step.share, default=None)
+        nearest = max(tried, key=lambda step: step.share, default=None)
         said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
         raise UsageError(
             f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
             "more, or give more inputs"
         )
     put_back(found.root, best[0])
-    return sorted(steps, key=lambda step: step.share), best[1]
+    return sorted(tried, key=lambda step: step.share), best[1]

@@ -23,7 +23,6 @@ from l0prune.capture.weights import Weight, weights_of
 from l0prune.exporting.preview import why_no_class
 from l0prune.gating.axis_trials import offered
 from l0prune.gating.branch_trials import REFUSED
-from l0prune.infer.parts import inferred
 from l0prune.infer.reasons import Whole
 from l0prune.plan.branch import Branch
 from l0prune.plan.cost import CostModel, cost_of
@@ -32,6 +31,7 @@ from l0prune.plan.layout import axes_of
 from l0prune.plan.measures import measure_of
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.plan.targets import TARGET
+from l0prune.progress.display import displayed
 from l0prune.report.layers import UNUSED, Layer, Side, layers_of
 from l0prune.running.environment import as_html
 from l0prune.selection.fitting import times_on
@@ -412,6 +412,7 @@ class Survey:
         return captured.get()
 
 
+@displayed
 def survey(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -419,6 +420,7 @@ def survey(
     *,
     dynamic_shapes: Any = None,
     own_class: bool = True,
+    progress: bool = True,
 ) -> Survey:
     """Find every axis of the model that can be cut, without changing the model.
 
@@ -432,6 +434,7 @@ def survey(
             does it fix the batch? ``{}`` asks for the batch alone.
         own_class: try on a copy with half of all slots cut whether an export can be of the model's
             own class. It takes about as long as the model on a few inputs in float64.
+        progress: show progress on stderr.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
@@ -439,7 +442,7 @@ def survey(
     """
     if isinstance(model, nn.Module):
         model = inside(model)
-    parts = offered(model, inferred(model, args, kwargs))
+    parts = offered(model, args, kwargs)
     weights = weights_of(model)
     layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)

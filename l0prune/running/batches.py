@@ -258,6 +258,11 @@ def test_batches(task: Task, batch_size: int, device: torch.device, part: Share)
         yield Batch(*to_device(task.pair(batch), device)).part(part)
 
 
+def count_of_batches(source: Source | None, batch_size: int) -> int | None:
+    """Return the number of batches of a source; None if it cannot say that."""
+    return -(-len(source) // batch_size) if is_split(source) else _length(source)
+
+
 def example_inputs(task: Task, count: int) -> Any:
     """Return the inputs of the first ``count`` training examples, on the CPU."""
     source = task.train

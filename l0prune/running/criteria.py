@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from l0prune.capture.outputs import chosen_outputs
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import named
+from l0prune.plan.names import check_criterion
 
 # Tolerance of the sum of class probabilities, which is 1, also in half precision.
 _SUMS_TO_1 = 0.01
@@ -84,6 +85,34 @@ def tensor_output(outputs: Any) -> Tensor | None:
     """Return a model's output if it is a tensor, or its ``.logits`` if they are."""
     found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return found if isinstance(found, Tensor) else None
+
+
+def measured(outputs: Any, names: Sequence[str] = ()) -> Any:
+    """Return the part of a model's outputs that matters: that of these names, else the documented.
+
+    In the outputs of transformers (mappings that are dataclasses) the latter are the logits, or
+    without any the last hidden state. All others matter whole.
+
+    Raises:
+        UsageError: a name is none of the outputs.
+    """
+    if names:
+        chosen = chosen_outputs(outputs, names)
+        if len(chosen) > 1:
+            return tuple(chosen)
+        return outputs if chosen[0] is tensor_output(outputs) else chosen[0]
+    if tensor_output(outputs) is not None or not _is_documented(outputs):
+        return outputs
+    scores = [key for key in outputs if key.startswith(_SCORES) or key.endswith(_SCORES)]
+    found = [outputs[key] for key in scores or (_STATE,) if isinstance(outputs.get(key), Tensor)]
+    return (tuple(found) if len(found) > 1 else found[0]) if found else outputs
+
+
+_SCORES, _STATE = "logits", "last_hidden_state"  # fields of the outputs of transformers
+
+
+def _is_documented(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and is_dataclass(outputs)
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
@@ -235,7 +264,6 @@ _LOSSES: dict[str, Loss] = {
     **{name: partial(_elementwise, name) for name in _ELEMENTWISE},
     NEXT_TOKEN: next_token,
 }
-LOSSES = (AUTO, *_LOSSES)
 _METRICS: dict[str, Metric] = {
     "error": error_rate,
     "accuracy": accuracy,
@@ -244,21 +272,13 @@ _METRICS: dict[str, Metric] = {
     PERPLEXITY: perplexity,
     **_LOSSES,
 }
-METRICS = tuple(_METRICS)
 LARGER_IS_BETTER = frozenset({"accuracy"})
 
 
 def check_name(given: Any, kind: str) -> None:
     """Refuse anything but the name of a loss (or metric, by ``kind``), code, or a function."""
-    known = LOSSES if kind == "loss" else METRICS
-    if callable(given) or (isinstance(given, str) and (given in known or is_code(given))):
-        return
-    near = difflib.get_close_matches(str(given), known, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise UsageError(
-        f"there is no {kind} {given!r}; {hint} are {', '.join(known)}, a file.py:function, and in "
-        "Python a function of (outputs, targets)"
-    )
+    if not (callable(given) or (isinstance(given, str) and is_code(given))):
+        check_criterion(str(given), kind)
 
 
 def loss_of(given: Loss | str) -> Loss:

@@ -19,7 +19,16 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError, L0pruneError
 from l0prune.plan.numbers import check_whole
-from l0prune.running.batches import Batch, Feed, call, test_batches, usual_batch_size
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage, steps
+from l0prune.running.batches import (
+    Batch,
+    Feed,
+    call,
+    count_of_batches,
+    test_batches,
+    usual_batch_size,
+)
 from l0prune.running.criteria import Loss, Metric, TokenMean, describe
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.indices import checked_indices
@@ -86,6 +95,7 @@ def explain_mismatch(batches: Sequence[Batch], what: str) -> Iterator[None]:
         ) from error
 
 
+@displayed
 def evaluate(
     model: nn.Module,
     data: Any,
@@ -95,6 +105,7 @@ def evaluate(
     batch_size: int | None = None,
     device: str | torch.device = "auto",
     autocast: str | None = None,
+    progress: bool = True,
 ) -> dict[str, float]:
     """Return test loss and metric of any model, gated or not.
 
@@ -108,6 +119,7 @@ def evaluate(
             windows of text as many as have 4,096 tokens.
         device: see ``Settings``.
         autocast: see ``Settings``.
+        progress: show progress on stderr.
 
     Returns:
         ``test_loss``, the mean over the examples, and the metric, if there is one, under its name
@@ -118,7 +130,8 @@ def evaluate(
         DataError: there is no test data, or it does not fit the model.
         UsageError: there is no such device, loss or metric, or one of these gives no number.
     """
-    return evaluate_task(model, Task.of(data, loss, metric), batch_size, device, autocast)[0]
+    with stage("testing the model"):
+        return evaluate_task(model, Task.of(data, loss, metric), batch_size, device, autocast)[0]
 
 
 def evaluate_task(
@@ -143,7 +156,8 @@ def evaluate_task(
 
     def counted() -> Iterator[Batch]:
         nonlocal examples
-        for batch in test_batches(task, batch_size, place, WHOLE):
+        of = count_of_batches(task.test, batch_size)
+        for batch in steps(test_batches(task, batch_size, place, WHOLE), of):
             examples += batch.examples
             now[:] = [batch]
             yield batch

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from l0prune.capture.compat import common_store, first_to_set
 from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError, first_line
-from l0prune.running.environment import is_launched
+from l0prune.progress.launched import is_launched
 from l0prune.running.heartbeat import heartbeat
 from l0prune.running.meeting import fresh_store
 

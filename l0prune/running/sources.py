@@ -36,10 +36,12 @@ from l0prune.data.dataset import (
 from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
 from l0prune.data.text import load_windows, source_of
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
-from l0prune.running.batches import call
+from l0prune.plan.names import no_data
+from l0prune.progress.stages import steps
+from l0prune.running.batches import call, count_of_batches
 from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.inputs import inputs_for
@@ -102,7 +104,7 @@ def _labelled(
     else:
         batches = source.batches(batch_size) if is_split(source) else iter(source)
     pairs, left = list[tuple[Any, Tensor]](), list[Tensor]()
-    for batch in batches:
+    for batch in steps(batches, count_of_batches(source, batch_size)):
         pairs.append(_pseudo_labelled(network, _inputs_of(batch), place))
         if held:
             left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))
@@ -450,7 +452,4 @@ def load_data(
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
     if text := source_of(spec):
         return _text(spec, text[0], tokenizer, text[1])
-    raise UsageError(
-        f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, FILE.txt, "
-        "text:DIR, file.py:function."
-    )
+    raise no_data(spec)

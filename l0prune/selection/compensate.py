@@ -27,11 +27,13 @@ from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
 from l0prune.plan.numbers import check_whole
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.batches import Batch, Feed, call
+from l0prune.running.criteria import measured
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
-from l0prune.running.stages import stage
 from l0prune.running.task import Task, batch_length, is_split
 from l0prune.selection.division import PROBES, Division
 from l0prune.selection.fidelity import (
@@ -72,6 +74,7 @@ class Compensation:
             warn(f"{self.after.uselessness}. Give a larger budget, or more inputs (samples)")
 
 
+@displayed
 def compensate(
     model: nn.Module,
     inputs: Any,
@@ -81,6 +84,7 @@ def compensate(
     device: str | torch.device = "auto",
     seed: int = 0,
     class_dim: int | None = None,
+    progress: bool = True,
 ) -> Compensation:
     """Refit the remaining weights, in place, so that the cut network computes as before the cut.
 
@@ -95,6 +99,7 @@ def compensate(
         device: see ``Settings``.
         seed: of the choice of examples.
         class_dim: see ``shrink``.
+        progress: show progress on stderr.
 
     Returns:
         The gain, on held-out inputs.
@@ -146,7 +151,7 @@ class Calibration:
 
     def fidelity(self, dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
         """Return how close a network's outputs are to another's; both in eval mode."""
-        return fidelity(dense, other, batches, self.classes.dim_of)
+        return fidelity(dense, other, batches, self.classes.dim_of, self.gates.outputs)
 
     def _warn(self, tandem: Tandem, seen: float, after: float) -> None:
         if tandem.few:
@@ -167,7 +172,7 @@ class Calibration:
         """Measure how a cut of each axis alone changes the outputs; see ``division``."""
         with bypass(self.root), stage("looking at each layer cut alone"):
             judge = divergence if self.classes.are_scores else relative_error
-            by = partial(judge, classes=self.classes.dim_of)
+            by = partial(judge, classes=self.classes.dim_of, names=self.gates.outputs)
             return Division(self.root, self.gates.plan, self.used, self.judged_by(), by)
 
     def judged_by(self) -> list[Any]:
@@ -175,7 +180,8 @@ class Calibration:
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
-            found, dim = answers_of(call(self.root, first), first, self.classes.dim_of)
+            outputs = call(self.root, first)
+            found, dim = answers_of(outputs, first, self.classes.dim_of, self.gates.outputs)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.classes.are_scores else PROBES
         if needed < length:
@@ -219,7 +225,8 @@ def calibration(
             bypass(root),
             explain_mismatch([Batch(*pairs[0])], "model and inputs"),
         ):
-            classes = classes_of(call(root, batches[0]), targets, class_dim)
+            outputs = measured(call(root, batches[0]), gates.outputs)
+            classes = classes_of(outputs, targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
         yield Calibration(root, gates, used, batches[::_JUDGED], classes)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError, warn
 from l0prune.plan.limits import Bound
+from l0prune.progress.stages import steps
 from l0prune.running.processes import run_on_first
 from l0prune.selection.fitted import Observation
 from l0prune.selection.fitting import Fitting, SlotChoice
@@ -125,25 +126,30 @@ def corrected(
     Raises:
         UsageError: no choice was found that is predicted to meet all bounds.
     """
-    best = last = _observed_choice(fitting.choose(start, fill=fill), observe)
-    tried = [last]
-    between = {bound: _Between(bound) for bound in last.seen}
-    for _ in range(_ROUNDS - 1):
-        if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
-            break
-        for bound, each in between.items():
-            fitting.most[bound] = each.next(last, bound.most)
+    tried: list[ObservedChoice] = []
+    between: dict[Bound, _Between] = {}
+    for _ in steps(range(_ROUNDS)):
+        if tried:
+            last = tried[-1]
+            if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
+                break
+            for bound, each in between.items():
+                fitting.most[bound] = each.next(last, bound.most)
         try:
             slots = fitting.choose(start, fill=fill)
         except UsageError:  # no choice is as small as that
+            if not tried:
+                raise
             for bound, each in between.items():
                 each.refuse(fitting.most[bound])
             continue
-        if torch.equal(slots.open_, last.open_):
+        if tried and torch.equal(slots.open_, tried[-1].open_):
             break
-        last = _observed_choice(slots, observe)
-        tried.append(last)
-        best = last if last.is_better(best) else best
+        tried.append(_observed_choice(slots, observe))
+        between = between or {bound: _Between(bound) for bound in tried[0].seen}
+    best = tried[0]
+    for choice in tried[1:]:
+        best = choice if choice.is_better(best) else best
     for bound, found in best.seen.items():
         if found > bound.most:
             warn(_excess(bound, found))
@@ -156,7 +162,7 @@ def _observed_choice(
     choice = ObservedChoice(slots, observe(slots.open_))
     if not choice.seen or choice.fullest > 1:
         return choice
-    seen = [choice.seen, *(observe(slots.open_) for _ in range(_LOOKS - 1))]
+    seen = [choice.seen, *(observe(slots.open_) for _ in steps(range(_LOOKS - 1)))]
     return ObservedChoice(
         slots, {bound: median(each[bound] for each in seen) for bound in choice.seen}
     )

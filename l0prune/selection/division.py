@@ -28,6 +28,7 @@ from l0prune.plan.globs import listed
 from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import counting, steps
 from l0prune.selection.fitting import Fitting
 from l0prune.selection.least_squares import Moments
 from l0prune.selection.lockstep import (
@@ -273,7 +274,10 @@ class Division:
                 read_by.setdefault(axis, []).append(view)
         curves, held = [], dict[View, _Input]()
         moments, unseen = dict[View, Moments](), {v: r.calls for v, r in self.readers.items()}
-        with forwards(self.model, self.batches, self.weights) as running:
+        with (
+            counting(len(read_by)) as counter,
+            forwards(self.model, self.batches, self.weights) as running,
+        ):
             while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
                 for read in reads:
                     read.run()
@@ -293,6 +297,7 @@ class Division:
                     if all(each in held for each in read_by[axis]):
                         needed = {each: held[each] for each in read_by.pop(axis)}
                         curves.append(self._curve(axis, needed))
+                        counter.step()
                 left = {each for views in read_by.values() for each in views}
                 held = {each: found for each, found in held.items() if each in left}
         return curves
@@ -351,7 +356,9 @@ class Division:
             curve.gone.append(len(curve.order))
             curve.local.append(error)
             if len(curve.order) in levels:
-                curve.outputs[len(curve.order)] = self._error(states, readers)
+                with counting(len(levels)) as counter:
+                    counter.at(len(curve.outputs), len(levels))
+                    curve.outputs[len(curve.order)] = self._error(states, readers)
         return curve
 
     def _slots(self, number: int, view: View, places: int) -> Tensor:
@@ -377,7 +384,7 @@ class Division:
     def _error(self, states: dict[View, _State], readers: dict[View, _Input]) -> float:
         """Return the error of the outputs with the present weights of these readers."""
         changed = {view: readers[view].instead(state.whole()) for view, state in states.items()}
-        return sum(probe.error(changed) for probe in self.probes) / len(self.probes)
+        return sum(probe.error(changed) for probe in steps(self.probes)) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.

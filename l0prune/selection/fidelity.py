@@ -5,7 +5,7 @@ It is measured as a part of the outputs' variance, and where outputs are classes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.progress.stages import steps
 from l0prune.running.batches import call
-from l0prune.running.criteria import class_dim, describe, is_classification, tensor_output
+from l0prune.running.criteria import (
+    class_dim,
+    describe,
+    is_classification,
+    measured,
+    tensor_output,
+)
 from l0prune.selection.lockstep import real_places
 from l0prune.selection.score_input import output_tensor
 
@@ -61,14 +68,21 @@ DimOf = Callable[[Any], int | None]  # from outputs to the dim of their classes
 
 
 def fidelity(
-    dense: nn.Module, other: nn.Module, batches: Iterable[Any], classes: DimOf = class_dim
+    dense: nn.Module,
+    other: nn.Module,
+    batches: Iterable[Any],
+    classes: DimOf = class_dim,
+    names: Sequence[str] = (),
 ) -> Fidelity:
-    """Return how close a network's outputs are to another's; both in eval mode."""
+    """Return how close a network's outputs are to another's; both in eval mode.
+
+    ``names`` are those of the outputs that matter; see ``measured``.
+    """
     apart, alike, count = _Apart(), 0.0, 0
     with torch.no_grad():
-        for batch in batches:
-            wanted, dim = answers_of(call(dense, batch), batch, classes)
-            found, _ = answers_of(call(other, batch), batch, classes)
+        for batch in steps(batches):
+            wanted, dim = answers_of(call(dense, batch), batch, classes, names)
+            found, _ = answers_of(call(other, batch), batch, classes, names)
             for mine, theirs in _parts(dim, found, wanted):
                 apart.add(mine, theirs, dim)
                 if dim is not None:
@@ -143,12 +157,14 @@ def _sums_to_1(scores: Tensor, dim: int) -> bool:
     return bool((scores >= 0).all() and ((sums - 1).abs() < _PROBABLE).all())
 
 
-def divergence(wanted: Any, batch: Any, classes: DimOf = class_dim) -> Callable[[Any], float]:
+def divergence(
+    wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
+) -> Callable[[Any], float]:
     """Return a function from outputs to the mean KL(wanted‖found) of class scores, in nats.
 
     It is Σ p log p − Σ p·found + log Σ exp found, with p the softmax of the wanted scores.
     """
-    scores, found_dim = answers_of(wanted, batch, classes)
+    scores, found_dim = answers_of(wanted, batch, classes, names)
     dim = found_dim or 1
     p = scores.float().softmax(dim)
     own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
@@ -156,7 +172,7 @@ def divergence(wanted: Any, batch: Any, classes: DimOf = class_dim) -> Callable[
 
     def judge(outputs: Any) -> float:
         error = own
-        for found, part in _parts(dim, answers_of(outputs, batch, classes)[0], p):
+        for found, part in _parts(dim, answers_of(outputs, batch, classes, names)[0], p):
             found = found.float()
             error += _total(found.logsumexp(dim)) - _total(part * found)
         return max(0.0, error / count)
@@ -175,13 +191,15 @@ def _total(values: Tensor) -> float:
     return float(values.sum(dtype=torch.float64))
 
 
-def relative_error(wanted: Any, batch: Any, classes: DimOf = class_dim) -> Callable[[Any], float]:
+def relative_error(
+    wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
+) -> Callable[[Any], float]:
     """Return a function from outputs to their squared error over the wanted ones' variance."""
-    theirs, dim = answers_of(wanted, batch, classes)
+    theirs, dim = answers_of(wanted, batch, classes, names)
 
     def judge(outputs: Any) -> float:
         apart = _Apart()
-        apart.add(answers_of(outputs, batch, classes)[0], theirs, dim)
+        apart.add(answers_of(outputs, batch, classes, names)[0], theirs, dim)
         return apart.share()
 
     return judge
@@ -218,14 +236,17 @@ def _square(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values.flatten(), dtype=torch.float64)) ** 2
 
 
-def answers_of(outputs: Any, batch: Any, classes: DimOf) -> tuple[Tensor, int | None]:
-    """Return outputs for a batch as one tensor, and its dim of classes.
+def answers_of(
+    outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = ()
+) -> tuple[Tensor, int | None]:
+    """Return the outputs that matter for a batch as one tensor, and its dim of classes.
 
     Of sequences with padding: the other places alone, all in one dim.
 
     Raises:
         UsageError: the outputs are whole numbers alone.
     """
+    outputs = measured(outputs, names)
     found, real = torch.atleast_1d(output_tensor(outputs)), real_places(batch)
     if not found.is_floating_point():
         raise UsageError(

@@ -24,9 +24,10 @@ from l0prune.plan.measures import Latency, Measure, Source
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.plan.targets import TARGET, check_target
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.batches import usual_batch_size
 from l0prune.running.processes import run_on_first
-from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
 from l0prune.selection.compensate import Calibration, Compensation, calibration
@@ -50,6 +51,7 @@ _DATA_ALONE = (
 LOOKS = 8, 128  # batches, and examples of each, whose loss decides how many branches go
 
 
+@displayed
 def fit(
     model: nn.Module,
     budget: LimitsLike | None = None,
@@ -63,6 +65,7 @@ def fit(
     data: Any = None,
     loss: Any = None,
     compensate: bool = False,
+    progress: bool = True,
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
 
@@ -87,6 +90,7 @@ def fit(
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         compensate: let the weights that are left make up for those that go, by ``data``; without
             scores the slots go that then leave the least error.
+        progress: show progress on stderr.
 
     Returns:
         The export's amounts by the text of each limit, in its unit; as observed, where they are.

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from l0prune.files.checked_json import Strict
-from l0prune.running.stages import Events
+from l0prune.progress.stages import Events
 
 
 class Observation(Strict):

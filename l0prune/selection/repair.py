@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.gating.multiplying import along
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import counting, steps
 from l0prune.selection.joint import Part, solve_together
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.lockstep import (
@@ -61,7 +62,7 @@ class Tandem:
         """Refit the cut network's weights, and return the remaining error of each layer."""
         uses = uses_of(self.dense, batches[0])
         is_shared = any(each.calls > 1 or not each.is_alone for each in uses.readers.values())
-        for _ in range(_PASSES if is_shared else 1):
+        for _ in steps(range(_PASSES if is_shared else 1)):
             self.norms, self.layers = {}, {}
             self._pass(batches, uses.readers, uses.norms)
         for norm, statistics in self.norms.items():
@@ -79,6 +80,7 @@ class Tandem:
         for view, reader in readers.items():
             fits.setdefault(view if reader.is_alone else reader.name, _Fit()).calls += reader.calls
         with (
+            counting(sum(reader.calls for reader in readers.values())) as counter,
             forwards(self.dense, batches, self.of_dense, readers=readers) as dense,
             forwards(self.cut, batches, self.of_cut, note=self._note, readers=readers) as cut,
         ):
@@ -94,6 +96,7 @@ class Tandem:
                     raise UsageError(OTHER_WAYS.format(next(filter(None, views)).name))
                 self._step([pair for pair in pairs if pair], readers, fits)
                 unseen -= Counter(filter(None, views))
+                counter.step()
 
     def _pair(self, dense: Read | None, cut: Read | None) -> tuple[Read, Read] | None:
         if dense is None or cut is None or dense.view != cut.view:

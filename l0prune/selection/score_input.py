@@ -16,9 +16,10 @@ from l0prune.data.dataset import map_tensors
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
+from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import tensor_output
+from l0prune.running.criteria import measured, tensor_output
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
@@ -96,7 +97,8 @@ class ScoreInput:
 
                 def under(z: Tensor, inputs: Any = inputs) -> Tensor:
                     with self.gates.using(z):
-                        return output_tensor(call(self.root, inputs)).double()
+                        outputs = call(self.root, inputs)
+                        return output_tensor(outputs, self.gates.outputs).double()
 
                 yield under, batch_length(inputs, targets)
 
@@ -114,7 +116,7 @@ class ScoreInput:
                 if batch_length(inputs, targets) < 2:  # too few for statistics
                     continue
                 row = []
-                for open_ in choices:
+                for open_ in steps(choices):
                     with self.gates.using(open_.to(self.gates.log_alpha)):
                         loss = task.loss_in(call(self.root, inputs), targets)
                     if loss is None:
@@ -140,17 +142,20 @@ class ScoreInput:
         ):
             with rng.preserved(place, feed.generators()):
                 check_first_batch(self.root, feed, place, None)
-            batches = islice(feed.train(0, place), self.batches)
+            count = feed.steps if self.batches is None else min(feed.steps, self.batches)
+            batches = steps(islice(feed.train(0, place), self.batches), count)
             yield self.task, ((inputs, targets) for inputs, targets, _ in batches)
 
 
-def output_tensor(outputs: Any) -> Tensor:
+def output_tensor(outputs: Any, names: Sequence[str] = ()) -> Tensor:
     """Return a model's scores, or all outputs for each example in one row.
 
-    Of several tensors those that hold whole numbers are left out.
+    Only outputs that matter count: those of these names, else see ``measured``. Of several tensors
+    those that hold whole numbers are left out.
 
     Shape: of several tensors ``(examples, numbers)``.
     """
+    outputs = measured(outputs, names)
     found = tensor_output(outputs)
     if found is not None:
         return found

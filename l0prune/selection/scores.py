@@ -19,12 +19,14 @@ from l0prune.errors import DataError, UsageError, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
+from l0prune.plan.names import FORMER_SCORES, check_score
 from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import counting, stage, steps
 from l0prune.running.batches import usual_batch_size
 from l0prune.running.criteria import Loss
-from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
 
@@ -36,13 +38,13 @@ _AUTO = 100  # batches of ``auto``
 # trained ResNet-20 the ratio is 1.2, with its own answers as targets 0, in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
 _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_RENAMED = {"removal": "ablation"}
 
 Normalise = Literal["axis-mean", "none"]
 Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
 _scores: dict[str, Callable[[ScoreInput], Tensor]] = {}
 
 
+@displayed
 def score(
     model: nn.Module,
     how: str = "taylor",
@@ -54,6 +56,7 @@ def score(
     batch_size: int | None = None,
     device: str | torch.device = "auto",
     seed: int = 0,
+    progress: bool = True,
 ) -> Tensor:
     """Return each gated slot's estimated importance; higher is kept. The model stays as it was.
 
@@ -86,6 +89,7 @@ def score(
         seed: of the order of the data, and of ``"random"``.
 
     Shape: ``(plan.size,)``, float64 on the CPU; 0 or more.
+        progress: show progress on stderr.
 
     Raises:
         NotGated: the model carries no gates.
@@ -119,12 +123,11 @@ def names() -> list[str]:
 
 def current_name(name: str) -> str:
     """Return the name of a registered score; for a renamed one warn, and return the new name."""
-    if name in _RENAMED:
-        today = _RENAMED[name]
+    if name in FORMER_SCORES:
+        today = FORMER_SCORES[name]
         warn_renamed(f"the score {name!r}", repr(today))
         name = today
-    if name not in _scores:
-        raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
+    check_score(name, _scores)
     return name
 
 
@@ -250,7 +253,7 @@ def outputs(of: ScoreInput) -> Tensor:
 
     def along(outputs: Any, targets: Any) -> Tensor:
         """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
-        found = output_tensor(outputs)
+        found = output_tensor(outputs, of.gates.outputs)
         direction = torch.randn(found.shape, generator=generator).to(found)
         return (found * direction).sum() / math.sqrt(len(found))
 
@@ -279,14 +282,28 @@ def _branch_ablation(of: ScoreInput) -> Tensor:
     result = torch.zeros_like(switches, dtype=torch.float64)
     left: list[int] = switches.nonzero().flatten().tolist()
     gone: list[int] = []
-    alone = moved = _change_without(of, gone, left)
-    while left:
-        left.sort(key=moved.__getitem__)
-        count = math.ceil(_ROUND * len(left))
-        gone, left = gone + left[:count], left[count:]
-        moved = _change_without(of, gone, left) if len(left) > 1 else moved
+    alone = moved = torch.zeros_like(result)
+    rounds = _rounds(len(left))
+    with counting(sum(rounds)) as counter:
+        for tried in rounds:
+            if tried > 1 or not gone:
+                with counter.takes(tried):
+                    moved = _change_without(of, gone, left)
+            alone = alone if gone else moved
+            left.sort(key=moved.__getitem__)
+            count = math.ceil(_ROUND * len(left))
+            gone, left = gone + left[:count], left[count:]
     result[gone] = alone[switches].sort().values
     return result
+
+
+def _rounds(branches: int) -> list[int]:
+    """Return how many branches are tried in each round."""
+    found = []
+    while branches:
+        found.append(branches)
+        branches -= math.ceil(_ROUND * branches)
+    return found
 
 
 def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]) -> Tensor:
@@ -296,7 +313,7 @@ def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]
     def found() -> Iterator[tuple[Tensor, int]]:
         for run, length in of.forwards():
             whole, moved = run(open_), list[Tensor]()
-            for number in switches:
+            for number in steps(switches):
                 closed = torch.tensor([*gone, number], device=open_.device)
                 without = run(open_.index_fill(0, closed, 0))
                 moved.append((without - whole).square().sum())

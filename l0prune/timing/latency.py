@@ -23,6 +23,7 @@ from l0prune.plan.measures import Latency
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch, under_switches
 from l0prune.plan.width_times import have_widths
+from l0prune.progress.stages import stage
 from l0prune.selection.fitting import blocks_of
 from l0prune.timing.facts import Group
 from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
@@ -222,7 +223,8 @@ class TimedLatency(Latency):
         observe = self._observing(model)
         if observe is None:
             return None
-        return self._dense * observe(self.plan.kept(gates_of(model).open()))
+        with stage("timing the network that is chosen"):
+            return self._dense * observe(self.plan.kept(gates_of(model).open()))
 
     def _values(self, kept: Tensor, through: Axes) -> Numbers:
         are_there = np.append(kept.numpy() > 0, True)[self._needed].all(-1)  # branches of each term

@@ -22,7 +22,8 @@ from l0prune.files.checked_json import parsed, read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
-from l0prune.running.stages import stage
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
 from l0prune.timing.latency_fit import Samples, fit_model, fit_smooth
 from l0prune.timing.latency_model import LayoutSizes, Numbers
@@ -204,6 +205,7 @@ def _quality(
     )
 
 
+@displayed
 def measure(
     model: nn.Module,
     threads: int = 1,
@@ -214,7 +216,7 @@ def measure(
     samples: int | str = AUTO,
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: bool | Progress = True,
 ) -> LatencyTable:
     """Time a gated model at many widths, and fit its time at any.
 
@@ -237,7 +239,8 @@ def measure(
             for a small network, half a minute for a large one.
         seed: of their widths.
         folder: where results are kept, from which a call that was stopped goes on; or a new one.
-        progress: called with how many networks are timed, and of how many.
+        progress: show progress on stderr; or a function to call with how many networks are timed,
+            and of how many, too.
 
     Raises:
         FileError: another process is at the same in this folder.
@@ -253,7 +256,8 @@ def measure(
     plan = gates_of(model).plan
     until = Enough(plan) if samples == AUTO else None
     place = Path(folder or tempfile.mkdtemp(prefix="l0prune-"))
-    job = Job(model, place, threads, batch, count, seed, progress, until)
+    told = progress if callable(progress) else None
+    job = Job(model, place, threads, batch, count, seed, told, until)
     if folder is not None:
         with claimed(place):
             return table_of(plan, chosen.results(job))
@@ -292,8 +296,7 @@ def latency_table(model: nn.Module, target: str) -> LatencyTable:
     """
     key = plan_id(gates_of(model).plan), target
     if key not in _made:
-        about = "seconds for a small network, a minute for a large one"
-        with stage(f"timing the network at other widths on {target} ({about})"):
+        with stage(f"measuring a table of times on {target}, once for this network"):
             table = measure(model, runtime=target)
         for oldest in list(_made)[: len(_made) + 1 - _KEPT]:
             del _made[oldest]

@@ -40,7 +40,7 @@ from l0prune.plan.measures import Macs
 from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
-from l0prune.running.stages import stage
+from l0prune.progress.stages import counting, stage, steps
 from l0prune.timing.eager import CutGraphs
 from l0prune.timing.facts import FACTS, plan_id
 from l0prune.timing.sizes import (
@@ -89,8 +89,8 @@ class Exporter:
     def networks(self, widths: Sequence[Widths]) -> list[Network]:
         """Export networks with these numbers of open slots of each axis."""
         found = []
-        for number, each in enumerate(widths, start=1):
-            with stage(f"exporting network {number} of {len(widths)}, to learn its sizes"):
+        with stage("exporting networks of other widths, to learn their sizes"):
+            for each in steps(widths):
                 found.append(self.network_of(slots_of(self._graphs.plan, each)))
         return found
 
@@ -171,6 +171,7 @@ def _inputs(
 
 
 _LEAST = 2  # exported networks that are compared
+_PARTS = 3  # of the preparation: exports, the weights that all read, the dense network
 DENSE, INPUTS = "dense.onnx", "inputs.npz"
 _DENSE_WEIGHTS = "dense.bin"
 
@@ -195,14 +196,17 @@ class NetworkFiles:
         self._written: dict[str, Tensor] = {}
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        for compared in _comparisons(self._exporter, self._plan):
-            try:
-                self._write_shared(compared)
-            except NoTemplate as error:
-                reason = error
-            else:
-                self._write_dense(compared[0].kept)
-                return
+        with counting(_PARTS) as counter:
+            for compared in _comparisons(self._exporter, self._plan):
+                counter.at(1, _PARTS)
+                try:
+                    self._write_shared(compared)
+                except NoTemplate as error:
+                    reason = error
+                else:
+                    counter.at(2, _PARTS)
+                    self._write_dense(compared[0].kept)
+                    return
         raise UsageError(
             f"no latency table can be made of this model: its ONNX files at other widths differ by "
             f"more than sizes ({reason}). Gate it with exclude=[…] (--exclude) for the axes there: "
@@ -338,7 +342,7 @@ def write_bundle(
     files = NetworkFiles(model, batch, folder, convert)
     with stage(f"writing {samples} networks of other widths"):
         names = [f"{number:03d}.onnx" for number in range(samples)]
-        for name, widths in zip(names, chosen, strict=True):
+        for name, widths in steps(list(zip(names, chosen, strict=True))):
             files.write(name, plan.kept(slots_of(plan, widths)))
         (folder / SCRIPT).write_text(read_text(collect.__file__), encoding="utf-8")
         facts = FACTS.dump_python(files.facts, mode="json")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.progress.stages import counting, now, stage
 from l0prune.timing.latency import Observe
 
 if TYPE_CHECKING:
@@ -43,7 +45,24 @@ class Job:
         """Folder of the results."""
         return self.folder / "results.json"
 
+    @contextmanager
+    def counted(self) -> Iterator[Callable[[int, int], None]]:
+        """Yield the function to call with the number of networks timed so far, and of all."""
+        known, last = 0, now()
+        with stage("timing networks of other widths"), counting(self.samples) as counter:
 
+            def tell(done: int, of: int) -> None:
+                nonlocal known, last
+                known += now() - last < _KNOWN
+                last = now()
+                counter.at(done - known, of - known)
+                if self.progress is not None:
+                    self.progress(done, of)
+
+            yield tell
+
+
+_KNOWN = 0.01  # seconds: a network found in earlier results takes less, a timed one more
 SECONDS = 1.0  # of all turns together, when a single network is timed
 
 
@@ -90,17 +109,18 @@ class OnnxFiles:
         """See ``Runtime``."""
         self.write(job)
         try:
-            return collect.collect(
-                job.folder,
-                job.out,
-                job.threads,
-                self.provider,
-                job.progress,
-                load=self.load,
-                nodes=self.nodes,
-                its_version=self.version,
-                until=job.until,
-            )
+            with job.counted() as tell:
+                return collect.collect(
+                    job.folder,
+                    job.out,
+                    job.threads,
+                    self.provider,
+                    tell,
+                    load=self.load,
+                    nodes=self.nodes,
+                    its_version=self.version,
+                    until=job.until,
+                )
         except collect.FellBack as error:
             raise UsageError(str(error)) from error
 

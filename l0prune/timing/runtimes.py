@@ -16,7 +16,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 from l0prune.timing.eager import (
     Compiled,
     CudaGraph,
@@ -63,13 +63,10 @@ def torch_results(job: Job, turns: AlternatingTimer) -> dict[str, Any]:
     job.folder.mkdir(parents=True, exist_ok=True)
     about = results["about"]
     names, chosen = about["names"], dict(zip(about["samples"], widths, strict=True))
-    return collect.each_timed(
-        results,
-        job.out,
-        lambda key: turns.of_widths(chosen[key], names),
-        job.progress,
-        job.until,
-    )
+    with job.counted() as tell:
+        return collect.each_timed(
+            results, job.out, lambda key: turns.of_widths(chosen[key], names), tell, job.until
+        )
 
 
 class AlternatingTimer:

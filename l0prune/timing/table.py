@@ -22,7 +22,7 @@ from l0prune.files.checked_json import check_seal, parsed, read_json, sealed
 from l0prune.files.plan_check import check_layouts
 from l0prune.plan.numbers import LARGEST, MOST, THREADS
 from l0prune.plan.plan import Plan
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 from l0prune.timing.facts import Group, Name, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
 from l0prune.timing.latency_model import LatencyModel, Milliseconds
@@ -78,7 +78,7 @@ def _bench_of(setting: Setting, model: nn.Module) -> tuple[Observe, Path] | None
         return None
     folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
     job = Job(model, folder, setting.threads, setting.batch)
-    with stage("preparing to time what is chosen"):
+    with stage(f"writing networks of other widths for {setting.runtime}, to time choices of them"):
         return runtime.bench(job), folder
 
 

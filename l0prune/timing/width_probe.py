@@ -33,7 +33,7 @@ from l0prune.plan.width_times import (
     POINTWISE,
     WidthTimes,
 )
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 from l0prune.timing.eager import Eager
 from l0prune.timing.onnx_files import OnnxFiles
 from l0prune.timing.runtimes import Torch, runtime_of

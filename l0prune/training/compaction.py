@@ -23,10 +23,10 @@ from l0prune.gating.attaching import holder
 from l0prune.gating.gated_class import CHILD, original_class
 from l0prune.plan.cost import cost_of
 from l0prune.plan.switches import with_all_branches
+from l0prune.progress.stages import stage
 from l0prune.running import rng
 from l0prune.running.device import device_of
 from l0prune.running.processes import is_sharded, run_on_first
-from l0prune.running.stages import stage
 from l0prune.training.averages import Average
 from l0prune.training.gate_settings import Compact
 from l0prune.training.optimizers import (

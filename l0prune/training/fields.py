@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import reprlib
@@ -10,13 +11,14 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -143,6 +145,29 @@ def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
             warn_renamed(f"the setting {name}", new)
         found[new or name] = value
     return found
+
+
+def check_fields(model: type[BaseModel], given: Mapping[str, Any]) -> None:
+    """Check names, types and bounds of some fields of a model, each by itself.
+
+    Raises:
+        UsageError: there is no such field, or a value is none that it may have.
+    """
+    for name, value in given.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            raise UsageError(_unknown(name, list(model.model_fields)))
+        try:
+            _adapter(model, name).validate_python(value, strict=True)
+        except ValidationError:
+            raise UsageError(_wrong(name, field, value)) from None
+
+
+@functools.cache
+def _adapter(model: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    field = model.model_fields[name]
+    kind: Any = field.annotation
+    return TypeAdapter(Annotated[kind, *field.metadata] if field.metadata else kind)
 
 
 class Declared(BaseModel):

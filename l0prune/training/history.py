@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -29,6 +21,9 @@ from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
 from l0prune.plan.measures import kind_of
+from l0prune.progress.display import console_of, duration
+from l0prune.progress.display import shown as shown_on
+from l0prune.progress.stages import Counter, Work, now, work
 from l0prune.running.environment import as_html
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import LOSS, RECORD_KEYS, Amount, amount_keys, amounts
@@ -254,6 +249,8 @@ def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
 
 
 _REFRESH = 0.1  # seconds
+_TIMED = 1.0, 4  # seconds and steps, at least, by which the time of a run is estimated
+_LONG = 10.0  # seconds from which on a run is told how long it will take
 
 
 class Display:
@@ -262,39 +259,62 @@ class Display:
     def __init__(
         self, epochs: int, steps: int, *, shown: bool = True, console: Console | None = None
     ) -> None:
-        self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
-        self._epochs = epochs
-        self._steps = steps
+        self.console = console or console_of(quiet=not shown)
+        self._epochs, self._steps, self._total = epochs, steps, epochs * steps
         self._next = 0.0
         self._loss = ""
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if shown and self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("epoch {task.fields[epoch]} {task.fields[phase]}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[loss]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
+        self._within = ExitStack()
+        self._work: Work | None = None
+        self._counter: Counter | None = None
+        self._first: tuple[int, float] | None = None  # steps that were done, and when
+        self._is_estimated = False
+        self._test = 0.0  # seconds of a test
 
     def start(self, done: int) -> None:
         """Start the progress bar, with ``done`` steps of the run done already."""
-        if self._bar is not None:
-            total = self._epochs * self._steps
-            fields: dict[str, Any] = {"epoch": "", "phase": "", "loss": ""}
-            self._task = self._bar.add_task("", total=total, completed=done, **fields)
-            self._bar.start()
+        self._bar = self._within.enter_context(shown_on(not self.console.quiet, self.console))
+        self._work = self._within.enter_context(work("training"))
+        self._counter = self._within.enter_context(self._work.counting(self._total, done))
+
+    @contextmanager
+    def testing(self) -> Iterator[None]:
+        """Time the test before the first step: after each epoch there is one."""
+        began = now()
+        yield
+        self._test = now() - began
 
     def step(self, done: int, phase: str) -> None:
         """Show that ``done`` steps of the run are done; cheap enough to call after each."""
-        if self._bar is None or (now := time.monotonic()) < self._next:
+        moment = now()
+        if not self._is_estimated:
+            self._estimate(done, moment)
+        if self._work is None or self._counter is None or moment < self._next:
             return
-        self._next = now + _REFRESH
+        self._next = moment + _REFRESH
         epoch = f"{min(done // self._steps + 1, self._epochs)}/{self._epochs}"
-        self._bar.update(self._task, completed=done, epoch=epoch, phase=phase, loss=self._loss)
+        self._work.name = f"epoch {epoch} {phase}"
+        self._work.detail = ", ".join(filter(None, (f"{done}/{self._total}", self._loss)))
+        self._counter.at(done, self._total)
+
+    def _estimate(self, done: int, moment: float) -> None:
+        """Say how long the run will take, once some steps are timed; not of a short one."""
+        if self._first is None:  # the first step takes longer
+            self._first = done, moment
+            return
+        count, seconds = done - self._first[0], moment - self._first[1]
+        if count < _TIMED[1] or seconds < _TIMED[0]:
+            return
+        self._is_estimated = True
+        each, left = seconds / count, self._total - done
+        tests = self._epochs - done // self._steps
+        whole = left * each + tests * self._test
+        if whole >= _LONG:
+            with_tests = f" and {tests} tests of {self._test:.2g} s" if self._test else ""
+            one = f"{each:.2g} s" if each >= 0.1 else f"{1e3 * each:.2g} ms"
+            self.note(
+                f"this run will take about {duration(whole)}: {left:,} steps of {one}"
+                f"{with_tests}, by the first {count}"
+            )
 
     def loss(self, value: float) -> None:
         """Set the latest mean loss."""
@@ -302,16 +322,17 @@ class Display:
 
     def epoch(self, record: Record) -> None:
         """Print the record of a finished epoch."""
-        self.console.print(escape(describe(record, self._epochs)), soft_wrap=True)
+        self.note(describe(record, self._epochs))
 
     def note(self, text: str) -> None:
         """Print a message to the user."""
-        self.console.print(escape(text), soft_wrap=True)
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def close(self) -> None:
         """Remove the progress bar."""
-        if self._bar is not None:
-            self._bar.stop()
+        if self._work is not None:
+            self._work.name = "training"
+        self._within.close()
 
 
 LOOK_EVERY = 50  # steps

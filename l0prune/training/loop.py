@@ -187,7 +187,8 @@ class Loop:
             self._examine()
         try:
             if not self._done:
-                self._before = self._measured_before()
+                with self._display.testing():
+                    self._before = self._measured_before()
                 if self._before and not self._done:
                     self.note(
                         f"before training, without gates: {', '.join(measured(self._before))}"

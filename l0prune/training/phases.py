@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from l0prune.errors import UsageError
-from l0prune.running.stages import Events
+from l0prune.progress.stages import Events
 from l0prune.training.history import History
 
 Phase = Literal["warm-up", "prune", "settle"]

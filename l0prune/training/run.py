@@ -15,13 +15,13 @@ from l0prune.files.atomic import claimed
 from l0prune.gating.attaching import bypass, check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
+from l0prune.progress.stages import stage
 from l0prune.running import rng
 from l0prune.running.batches import Feed, usual_batch_size
 from l0prune.running.device import choose_device, device_of, on_device, train_mode
 from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.processes import World, process_group
 from l0prune.running.sources import has_targets, with_pseudo_labels
-from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end

@@ -18,10 +18,10 @@ from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.plan.switches import switches_of
+from l0prune.progress.stages import stage
 from l0prune.running.batches import Feed
 from l0prune.running.criteria import Loss
 from l0prune.running.processes import World, is_sharded, process_group
-from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.oneshot import OneShot, most_trials
 from l0prune.selection.score_input import ScoreInput

@@ -15,6 +15,7 @@ from torch import nn
 
 import l0prune
 from l0prune.cli import recipe_files
+from l0prune.cli.project import find_recipe
 from l0prune.plan import measures
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES
@@ -168,13 +169,13 @@ def test_recipes(done):
     out, _ = done("recipes", "ls", "--json")
     assert "digits-lenet" in out
     out, _ = done("recipes", "show", "digits-lenet")
-    assert out == recipe_files.find("digits-lenet").read_text(encoding="utf-8")
+    assert out == find_recipe("digits-lenet").read_text(encoding="utf-8")
 
 
 def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, theirs in recipe_files.builtin().items():
-        (tmp_path / "my.toml").write_bytes(recipe_files.find(name).read_bytes())
+        (tmp_path / "my.toml").write_bytes(find_recipe(name).read_bytes())
         mine = recipe_files.load("my.toml", [])
         assert (mine.name, mine.description) == ("my", theirs.description)
         assert (mine.model, mine.data, mine.report) == (theirs.model, theirs.data, theirs.report)
@@ -307,7 +308,8 @@ def test_a_budget_that_cannot_be_met(done, refused, tmp_path):
 def test_what_no_fit_can_do_is_said_before_data_is_read(done, refused, tmp_path, options, message):
     torch.save(network(), tmp_path / "model.pt")
     done(*GATE)
-    assert message in refused(2, "fit", "--data", "missing.py:load", *options)
+    (tmp_path / "fails.py").write_text("def load():\n    raise SystemExit('data was read')\n")
+    assert message in refused(2, "fit", "--data", "fails.py:load", *options)
 
 
 def test_where_results_go_is_looked_at_before_training(done, refused, tmp_path):

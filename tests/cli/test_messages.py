@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 
 import pytest
+import typer
 
-from l0prune.cli.messages import complain, own_warnings, say
+from l0prune.cli.app import COMMANDS, main
+from l0prune.cli.messages import complain, own_warnings, run_command, say
 from l0prune.cli.project import defaults, newest
-from l0prune.errors import FileError, L0pruneWarning, UsageError
+from l0prune.errors import FileError, Interrupted, L0pruneWarning, UsageError
 
 
 def test_the_newest_file_is_a_file(tmp_path, monkeypatch):
@@ -73,3 +76,40 @@ def test_own_warnings_are_said_once_each_and_others_are_not(capfd, monkeypatch):
     assert capfd.readouterr() == ("", "warning: the budget is missed\nwarning: b\n")
     with pytest.warns(UserWarning, match="is old"):  # as they were
         warnings.warn("the library is old", UserWarning)
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (Interrupted(signal.SIGINT, "training stopped"), 130),
+        (Interrupted(signal.SIGTERM, "training stopped"), 143),
+        (typer.Abort(), 130),
+    ],
+)
+def test_what_is_stopped_says_so_in_a_sentence(capfd, stop, code):
+    def command():
+        raise stop
+
+    assert run_command(command) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error: stopped. The same command goes on from the last checkpoint, if it wrote one."
+    ]
+
+
+@pytest.mark.parametrize("command", [each.__name__ for each in COMMANDS])
+def test_every_command_is_stopped_by_ctrl_c(command, capfd, monkeypatch):
+    """Wherever it comes: here as soon as the arguments are known."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("l0prune.cli.early.check", stop)
+    needed = {"run": ["r"], "sweep": ["r"], "experts": ["--experts", "2"]}.get(command, [])
+    monkeypatch.setattr("sys.argv", ["l0prune", command, *needed])
+    with pytest.raises(SystemExit) as found:
+        main()
+    assert found.value.code == 130
+    assert capfd.readouterr().err.startswith("error: stopped.")

@@ -1,6 +1,7 @@
 """``l0prune export --pretrained``, and commands that are given what it wrote."""
 
 import torch
+from onnxruntime import InferenceSession
 
 import l0prune
 
@@ -28,6 +29,12 @@ def test_a_folder_that_loads_again(done, refused, tmp_path):
     assert "--pretrained DIR" in refused(2, "export", "--code")
     done("export", "--pretrained", "small", "--code")
     assert (tmp_path / "small" / "l0prune_model.py").is_file()
+    told, _ = done("export", "--onnx", "--no-time", "--pretrained", "both", "--json")
+    assert told["files"] == ["net.onnx", "both"]
+    assert torch.equal(l0prune.load("both")(x), l0prune.load("small")(x))
+    l0prune.export(model).save_pretrained("with-file", model="net.py:Net", onnx=True)
+    found = InferenceSession("with-file/model.onnx").run(None, {"input": x.numpy()})[0]
+    assert torch.allclose(torch.from_numpy(found), l0prune.load("with-file")(x), atol=1e-5)
     done("export", "--state")
     assert torch.equal(l0prune.load("net.state.pt")(x), l0prune.load("small")(x))
 

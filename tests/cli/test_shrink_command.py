@@ -44,6 +44,8 @@ def test_a_folder_that_loads_again(done):
     told, _ = done("shrink", "net.py:net", *options, "--json")
     assert told["files"] == ["small"]
     assert l0prune.load("small")(torch.zeros(2, 8)).shape == (2, 3)
+    told, _ = done("shrink", "net.py:net", *options, "--onnx", "--no-time", "--json")
+    assert told["files"] == ["small", "net.small.onnx"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,19 @@ except SystemExit:
     ctypes.CDLL(next(folder.glob("libgomp*")))
 """
 
+LOGS = """
+import logging, sys
+from l0prune.cli.app import main
+sys.argv = ["l0prune", "--help"]
+try:
+    main()
+except SystemExit:
+    import torch
+    for name in ("torch.utils._pytree", "torch.onnx", "torch.fx"):
+        logging.getLogger(name).warning("about torch itself")
+        logging.getLogger(name).error("of " + name)
+"""
+
 NAMES = """
 import sys
 import l0prune
@@ -72,6 +85,13 @@ def test_help_and_wrong_use_are_answered_without_torch(tmp_path):
 def test_threads_of_libgomp_wait_shortly_unless_the_user_says_how_long(tmp_path, own, spins):
     said = python(LIBGOMP, tmp_path, OMP_DISPLAY_ENV="VERBOSE", **own)
     assert f"GOMP_SPINCOUNT = '{spins}'" in said
+
+
+def test_torch_does_not_warn_of_itself_unless_the_user_wants_it_to(tmp_path):
+    said = python(LOGS, tmp_path)
+    assert "of torch.onnx" in said
+    assert "about torch itself" not in said
+    assert "about torch itself" in python(LOGS, tmp_path, TORCH_LOGS="-dynamo")
 
 
 @pytest.mark.slow

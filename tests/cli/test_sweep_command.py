@@ -251,7 +251,7 @@ def test_a_sweep_of_processes_is_stopped_and_goes_on_and_is_one_run_each(recipe,
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (1, "")
+    assert (process.returncode, out) == (130, "")
     assert "stopped. The same command goes on" in err
     code, out, err = run(*TWICE, "--jobs", "2", "--json", cwd=tmp_path)
     assert code == 0, err

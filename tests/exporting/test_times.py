@@ -14,7 +14,7 @@ import l0prune
 from l0prune.errors import L0pruneWarning
 from l0prune.exporting.onnx import collect, times
 from l0prune.exporting.onnx.times import Times, in_turns
-from l0prune.running.stages import watched
+from l0prune.progress.stages import watched
 
 
 def made(dense, small):

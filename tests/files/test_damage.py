@@ -13,6 +13,7 @@ from torch import nn
 
 import l0prune
 from l0prune.cli import recipe_files
+from l0prune.cli.project import find_recipe
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files.checked_json import sealed
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS
@@ -93,7 +94,7 @@ def written(tmp_path_factory):
     small.save_pretrained(folder / "net")
     data = [(torch.randn(4, 4), torch.arange(4))] * 2
     l0prune.finetune(model, data, epochs=1, out=folder / "run", progress=False)
-    (folder / "recipe.toml").write_bytes(recipe_files.find("digits-lenet").read_bytes())
+    (folder / "recipe.toml").write_bytes(find_recipe("digits-lenet").read_bytes())
     return folder
 
 

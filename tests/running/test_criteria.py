@@ -6,9 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from l0prune.errors import UsageError
+from l0prune.plan.names import LOSSES, METRICS
 from l0prune.running.criteria import (
-    LOSSES,
-    METRICS,
     class_dim,
     cross_entropy,
     error_rate,

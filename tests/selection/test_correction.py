@@ -9,6 +9,7 @@ from stairs import Stairs, registered
 
 import l0prune
 from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.progress.stages import advanced
 from l0prune.selection import fitted
 from l0prune.selection.correction import corrected
 from l0prune.selection.fitting import SlotChoice
@@ -76,6 +77,18 @@ def test_a_budget_on_some_axes_is_not_observed(observed):
     model = gated(random_scores(2, SIZE))
     l0prune.fit(model, "inner: stairs=0.5")
     assert Stairs.looked == 0
+
+
+def test_each_look_is_counted(observed):
+    observed(1.3)
+    model, shares = gated(random_scores(2, SIZE)), []
+    with advanced.watched(lambda work: shares.append((work.name, work.share))):
+        l0prune.fit(model, "stairs=0.5")
+    assert {name for name, _ in shares} == {"fitting to the budget"}
+    shares = [share for _, share in shares]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 1
+    assert len({*shares}) > 2
 
 
 def test_who_watches_is_told_of_each_look(observed):

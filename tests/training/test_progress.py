@@ -70,7 +70,7 @@ def test_on_a_terminal_a_line_is_live():
     display.start(20)
     display.loss(0.5)
     display.step(25, "prune")
-    display._bar.refresh()
+    display._bar._live.refresh()
     display.close()
     text = out.file.getvalue()
     assert "epoch 3/10 prune" in text
@@ -103,3 +103,54 @@ def test_a_run_says_first_what_the_network_is_like_without_gates(capsys):
     (number,) = (n for n, line in enumerate(lines) if line.startswith("before training"))
     assert lines[number] == f"before training, without gates: error {100 * before:.2f} %"
     assert any(line.startswith("epoch 1/1") for line in lines[number:])
+
+
+def timed_display(monkeypatch, epochs, steps, **options):
+    now = [0.0]
+    monkeypatch.setattr("l0prune.training.history.now", lambda: now[0])
+    monkeypatch.setattr("l0prune.progress.stages.now", lambda: now[0])
+    out = console(terminal=False)
+    return Display(epochs, steps, console=out, **options), now, out.file
+
+
+def test_a_long_run_says_how_long_it_will_take_after_a_few_steps(monkeypatch):
+    display, now, file = timed_display(monkeypatch, 10, 100)
+    display.start(0)
+    with display.testing():
+        now[0] += 3
+    now[0] += 5  # the first step, which takes longer
+    display.step(1, "warm-up")
+    for done in range(2, 12):
+        assert file.getvalue() == ""
+        now[0] += 0.25
+        display.step(done, "warm-up")
+        if done == 5:
+            break
+    assert file.getvalue() == (
+        "this run will take about 5 min: 995 steps of 0.25 s and 10 tests of 3 s, by the first 4\n"
+    )
+    display.close()
+
+
+def test_a_short_run_does_not(monkeypatch):
+    display, now, file = timed_display(monkeypatch, 2, 10)
+    display.start(0)
+    for done in range(1, 21):
+        now[0] += 0.3
+        display.step(done, "prune")
+    display.close()
+    assert file.getvalue() == "training: 6.0 s\n"
+
+
+def test_without_a_terminal_a_long_epoch_is_a_line_each_ten_seconds(monkeypatch):
+    display, now, file = timed_display(monkeypatch, 2, 20)
+    display.start(20)  # a run that goes on
+    display.loss(0.5)
+    for done in range(21, 41):
+        now[0] += 2.5
+        display.step(done, "settle")
+    display.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "epoch 2/2 settle: 24/40, loss 0.5000, 20%, 40 s left"
+    assert lines[1] == "this run will take about 38 s: 15 steps of 2.5 s, by the first 4"
+    assert len(lines) == 7

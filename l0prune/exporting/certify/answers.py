@@ -5,7 +5,7 @@ Outputs are named by their keys or fields, else by their positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,52 +19,14 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
 from l0prune.capture.last_place import RUNS, moved
 from l0prune.capture.model_checks import same_draws
+from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
 from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
+from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
-
-
-def leaf_names(structure: pytree.TreeSpec) -> list[str]:
-    """Return a name for each leaf of a model's output.
-
-    ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
-    """
-    leaves = [torch.tensor(number) for number in range(structure.num_leaves)]
-    try:
-        tree = pytree.tree_unflatten(leaves, structure)
-    except Exception:  # a type that needs tensors with dims, such as a cache
-        tree = None
-    named = {int(leaf): "_".join(path) or "output" for path, leaf in _paths(tree, ())}
-    return [named.get(number, f"output_{number}") for number in range(len(leaves))]
-
-
-def tensor_names(output: Any) -> list[str]:
-    """Return a name for each tensor of an output, in the order of comparison."""
-    leaves, structure = pytree.tree_flatten(output)
-    names = leaf_names(structure)
-    return [n for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-
-
-def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yield the path of keys and the tensor for each tensor in a structure."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _paths(value, (*path, str(key)))
-    elif isinstance(tree, list | tuple):
-        fields = getattr(tree, "_fields", [str(number) for number in range(len(tree))])
-        start = path if path or hasattr(tree, "_fields") else ("output",)
-        for key, value in zip(fields, tree, strict=True):
-            yield from _paths(value, (*start, key))
-    else:
-        held = vars(tree) if hasattr(tree, "__dict__") else {}
-        for key, value in held.items():
-            yield from _paths(value, (*path, key))
 
 
 class Rounding:
@@ -215,7 +177,7 @@ def _outputs(
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
     found, names = [], []
-    for given in inputs:
+    for given in steps(inputs):
         output = output_of(again, given, dtype)
         # copies, since the next forward may write into a returned tensor
         found.append(pytree.tree_map_only(Tensor, torch.clone, comparable(output)))

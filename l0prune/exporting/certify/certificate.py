@@ -21,6 +21,7 @@ from l0prune.capture.example_inputs import (
     tensors_in,
 )
 from l0prune.capture.last_place import TIMES
+from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import (
@@ -29,7 +30,6 @@ from l0prune.exporting.certify.answers import (
     holds_nan,
     output_of,
     running_in,
-    tensor_names,
 )
 from l0prune.exporting.certify.difference import differences, largest
 from l0prune.exporting.certify.dtypes import cast, lent, name_of

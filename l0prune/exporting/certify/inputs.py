@@ -16,7 +16,7 @@ from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.answers import is_valid, output_as_it_is
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 _NOISE = 0.1
 NO_SIZES: Mapping[str, int] = {}

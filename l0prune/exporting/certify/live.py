@@ -24,8 +24,8 @@ from l0prune.capture.sizes import Inputs
 from l0prune.capture.undisturbed import undisturbed
 from l0prune.errors import UsageError, in_a_line
 from l0prune.exporting.certify.difference import difference
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 
 # Both run the same kernels on the same weights; on a GPU the order of some sums is random.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -32,7 +32,7 @@ from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.infer.parts import Parts
 from l0prune.plan.cost import cost_of
 from l0prune.plan.plan import Plan
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 Answers = TypeVar("Answers")
 

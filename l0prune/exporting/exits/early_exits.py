@@ -39,8 +39,9 @@ from l0prune.files.exit_network import ExitNetwork
 from l0prune.plan.limits import Limit, limits
 from l0prune.plan.measures import Latency, kind_of
 from l0prune.plan.numbers import THREADS, check_whole, tolerance_of
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.environment import as_html
-from l0prune.running.stages import stage
 from l0prune.running.task import Task, is_split
 
 _BATCH = 100
@@ -199,6 +200,7 @@ class EarlyExits:
 
 
 @one_at_a_time()
+@displayed
 def choose_exits(
     small: Export,
     data: Any,
@@ -211,6 +213,7 @@ def choose_exits(
     loss: Any = None,
     metric: Any = None,
     batch_size: int = _BATCH,
+    progress: bool = True,
 ) -> EarlyExits:
     """Choose the thresholds of an export's early exits on held-out examples.
 
@@ -230,6 +233,7 @@ def choose_exits(
         loss, metric: see ``Task``; the metric is what counts as a mistake, the rate of wrong
             classes where nothing else is asked for, else the loss.
         batch_size: examples at a time, where the source lets us choose.
+        progress: show progress on stderr.
 
     Raises:
         DataError: there are no examples, or they do not fit the network.

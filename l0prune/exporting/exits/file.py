@@ -27,7 +27,7 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.slicing.program import reexport
 from l0prune.files.exit_network import ExitNetwork
 from l0prune.files.input_gates import InputGatedNetwork
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 
 class _AllWays(nn.Module):

@@ -30,7 +30,7 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.program import reexport
 from l0prune.files.atomic import replacement
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 
 @one_at_a_time()

@@ -12,10 +12,11 @@ from l0prune.capture.configurations import put_size, sizes_of
 from l0prune.capture.copying import copied_around
 from l0prune.capture.example_inputs import call, keep
 from l0prune.capture.model_checks import evaluating
+from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.data.dataset import as_arguments
 from l0prune.errors import UsageError
-from l0prune.exporting.certify.answers import BOTH, Answer, output_of, tensor_names
+from l0prune.exporting.certify.answers import BOTH, Answer, output_of
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.difference import common_scales, comparable
 from l0prune.exporting.certify.dtypes import lent
@@ -30,13 +31,15 @@ from l0prune.gating.attaching import check_ungated
 from l0prune.plan.layout import Const, Slots, axes_of
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Axis, Plan
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 from l0prune.running.device import device_of
-from l0prune.running.stages import stage
 from l0prune.selection.compensate import inputs_of
 
 KIND = "expert"
 
 
+@displayed
 def shrink_experts(
     model: nn.Module,
     inputs: Any,
@@ -46,6 +49,7 @@ def shrink_experts(
     samples: int = 64,
     batch_size: int = 8,
     seed: int = 0,
+    progress: bool = True,
 ) -> FewerExperts:
     """Cut every mixture of experts in a model to a given number of experts.
 
@@ -65,6 +69,7 @@ def shrink_experts(
         samples: how many inputs are looked at, at most.
         batch_size: examples at a time.
         seed: of the choice of inputs.
+        progress: show progress on stderr.
 
     Raises:
         UsageError: there is no mixture, fewer experts would be left than an input gets, or no

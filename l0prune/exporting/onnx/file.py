@@ -22,11 +22,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
 from l0prune.capture.compat import one_onnx_registry, pytree
+from l0prune.capture.outputs import leaf_names
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import inputs_of
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
-from l0prune.exporting.certify.answers import leaf_names
 from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, is_large, move_out, of_older_opset
 from l0prune.exporting.onnx.operators import (
     around_its_tensors,
@@ -41,7 +41,7 @@ from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
 from l0prune.files.onnx_network import Origin
 from l0prune.files.onnx_session import session_of
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 if TYPE_CHECKING:
     import onnx

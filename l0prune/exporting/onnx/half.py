@@ -31,7 +31,7 @@ from l0prune.exporting.onnx.times import Times, as_text, times_beside
 from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.onnx_session import session_of
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 _FIRST_OF_BFLOAT16 = 22  # opset; before it convolutions do not take bfloat16
 _TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}

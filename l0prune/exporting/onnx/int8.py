@@ -41,9 +41,9 @@ from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.int8 import Ranges
+from l0prune.progress.stages import stage, steps
 from l0prune.running.batches import call, test_batches
 from l0prune.running.evaluate import evaluate_batches
-from l0prune.running.stages import stage
 from l0prune.running.task import Task
 
 TRAINED = "trained"  # the method with the ranges of training
@@ -274,5 +274,5 @@ def _metrics(
     if not batches:
         return {}, 0
     with stage("testing both files"):
-        first, second = (evaluate_batches(OnnxFile(p), batches, task, cpu) for p in paths)
+        first, second = (evaluate_batches(OnnxFile(p), steps(batches), task, cpu) for p in paths)
     return {name: (first[name], second[name]) for name in first}, sum(b.examples for b in batches)

@@ -13,7 +13,7 @@ from l0prune.errors import first_line, warn
 from l0prune.exporting.certify.certificate import Check, compare_file
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.state import Carrying
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 
 def tried_elsewhere(path: Path, piece: ExportedPart) -> list[Check]:

@@ -19,7 +19,7 @@ from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.targets import TARGET
 from l0prune.plan.width_times import are_in_blocks
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 from l0prune.selection.fitting import times_on
 
 NEAR = 0.8  # share of the ideal from which on nothing has to be explained

@@ -24,7 +24,7 @@ from l0prune.exporting.onnx.file import write_runnable
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.cost import cost_of
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage, steps
 
 _SECONDS = 1.5  # of all turns, about
 _FEWEST = 3  # turns, of networks that take long
@@ -211,7 +211,7 @@ def in_turns(
     calls = {name: 1 if each >= _SLOW else collect.runs(each) for name, each in ms.items()}
     turn = sum(ms[name] * (count + 1) for name, count in calls.items())
     found: dict[str, list[float]] = {name: [] for name in networks}
-    for _ in range(max(_FEWEST, round(seconds * 1e3 / turn))):
+    for _ in steps(range(max(_FEWEST, round(seconds * 1e3 / turn)))):
         for name, each in networks.items():
             if ms[name] < _SLOW:
                 each(1)  # the caches were another network's

@@ -22,7 +22,7 @@ from l0prune.files.atomic import replacement
 from l0prune.files.onnx_network import Origin
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 _OF_FLOAT32 = ("certificate", "changed", "speedup", "times")  # metadata about that file alone
 

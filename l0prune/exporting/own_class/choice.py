@@ -49,7 +49,7 @@ from l0prune.files.cut_layers import drop
 from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.gated_class import original_class
 from l0prune.plan.branch import Branch
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from l0prune.infer.parts import Part, Parts
 from l0prune.infer.rewrites.statistics import standardised_weights
 from l0prune.plan.layout import Layout, Layouts, axes_of
 from l0prune.plan.plan import Plan, Site
-from l0prune.running.stages import stage
+from l0prune.progress.stages import stage
 
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 _SMALLEST_OF_DOUBLE = torch.finfo(torch.float64).smallest_normal

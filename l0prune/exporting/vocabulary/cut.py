@@ -35,11 +35,13 @@ from l0prune.gating.attaching import check_ungated
 from l0prune.infer.own_code import with_code
 from l0prune.infer.vocabulary import Vocabulary, vocabulary_of
 from l0prune.plan.layout import axes_of
-from l0prune.running.stages import stage
+from l0prune.progress.display import displayed
+from l0prune.progress.stages import stage
 
 _PADDING = "padding_idx"
 
 
+@displayed
 def shrink_vocabulary(
     model: nn.Module,
     tokenizer: Any = None,
@@ -48,6 +50,7 @@ def shrink_vocabulary(
     ids: Iterable[int] | None = None,
     size: int | None = None,
     inputs: Any = None,
+    progress: bool = True,
 ) -> SmallerVocabulary:
     """Cut a model's vocabulary to the tokens that a text needs, and its tokenizer with it.
 
@@ -68,6 +71,7 @@ def shrink_vocabulary(
         ids: tokens that stay, in place of a text or beside it.
         size: of the new vocabulary, exactly.
         inputs: examples of what the model takes. By default they are guessed.
+        progress: show progress on stderr.
 
     Raises:
         UsageError: the tokenizer is of another kind or of another model, the size is too small,

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from l0prune.capture.compat import functorch_is_active
 from l0prune.errors import UsageError
 from l0prune.plan.expected import first_order
+from l0prune.plan.names import check_gate
 
 
 @runtime_checkable
@@ -107,11 +108,8 @@ def register(kind: GateClass) -> GateClass:
 
 def gate_of(kind: str, settings: Mapping[str, Any]) -> Gate:
     """The gate of this name, hyphens or underscores, with settings as a user gives them."""
-    name = kind.replace("-", "_")
-    if name not in _kinds:
-        known = ", ".join(sorted(_kinds)).replace("_", "-")
-        raise UsageError(f"there is no gate {kind!r}; there are {known}")
-    return _made(name, settings)
+    check_gate(kind, [name.replace("_", "-") for name in _kinds])
+    return _made(kind.replace("-", "_"), settings)
 
 
 def gate_to_dict(gate: Gate) -> dict[str, Any]:

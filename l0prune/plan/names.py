@@ -1,0 +1,67 @@
+"""Names that come with l0prune, of which users give some: known before torch is loaded.
+
+Tests show that they are those of the registries.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+from l0prune.errors import UsageError
+
+SCORES = (
+    *("magnitude", "group-magnitude", "bn-scale", "taylor", "fisher", "outputs", "ablation"),
+    *("auto", "random"),
+)
+FORMER_SCORES = {"removal": "ablation"}
+LOSSES = ("auto", "cross-entropy", "mse", "l1", "smooth-l1", "bce", "next-token")
+METRICS = (
+    *("error", "accuracy", "label-error", "mae", "perplexity"),
+    *(name for name in LOSSES if name != "auto"),
+)
+GATES = ("binary-concrete", "continuous-sparsification", "hard-concrete")
+DATA = ("digits", "mnist", "fashion-mnist", "cifar10", "cifar100")
+PACKAGES = ("torchvision", "timm", "transformers")  # whose networks have a name
+
+
+def check_score(name: str, known: Collection[str]) -> None:
+    """Raise UsageError if there is no score of this name."""
+    if name not in known:
+        raise UsageError(f"there is no score {name!r}; there are {', '.join(sorted(known))}")
+
+
+def check_gate(name: str, known: Collection[str]) -> None:
+    """Raise UsageError if there is no kind of gate of this name."""
+    if name.replace("_", "-") not in known:
+        raise UsageError(f"there is no gate {name!r}; there are {', '.join(sorted(known))}")
+
+
+def check_criterion(name: str, kind: str) -> None:
+    """Raise UsageError if there is no loss (or metric, by ``kind``) of this name."""
+    known = LOSSES if kind == "loss" else METRICS
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    raise UsageError(
+        f"there is no {kind} {name!r}; {hint} are {', '.join(known)}, a file.py:function, and in "
+        "Python a function of (outputs, targets)"
+    )
+
+
+def no_data(spec: str) -> UsageError:
+    """Return the error of a data source that is none."""
+    return UsageError(
+        f"{spec!r} is no data source. Known: {', '.join(DATA)}, imagefolder:DIR, FILE.txt, "
+        "text:DIR, file.py:function."
+    )
+
+
+def no_model(spec: str) -> UsageError:
+    """Return the error of a model source that is none."""
+    known = ", ".join(f"{kind}:NAME" for kind in PACKAGES)
+    return UsageError(
+        f"{spec!r} is neither a file nor any other model source. Give a file written by "
+        f"torch.save(model, path), path.py:factory, or one of {known}."
+    )
