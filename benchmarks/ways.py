@@ -288,7 +288,7 @@ WAYS: dict[str, Way] = {
     "taylor": partial(scored, how="taylor"),
 }
 SCORES = ("magnitude", "bn-scale", "fisher", "random")
-PENALTIES = tuple(shrinkage.names())
+PENALTIES = tuple(shrinkage.PENALTIES)
 ALL_WAYS = {
     **WAYS,
     **{how: partial(scored, how=how) for how in SCORES},

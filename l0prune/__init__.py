@@ -187,7 +187,8 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
             warn_renamed(f"l0prune.{name}", f"l0prune.{new}")
             return __getattr__(new)
         if name not in _HOMES:
-            raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+            globals()[name] = value = _of_a_feature(name)
+            return value
         home = import_module(f"l0prune.{_HOMES[name]}")
         value = getattr(home, name, None)
         if value is None:  # a module rather than a name in one
@@ -196,5 +197,17 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
         return value
 
 
+def _of_a_feature(name: str) -> Any:
+    """Return a public name that a feature declares."""
+    from l0prune.doors import load
+
+    try:
+        if not name.startswith("_"):
+            return load("names", name)
+    except LookupError as error:
+        raise AttributeError(f"module 'l0prune' has no attribute {name!r}: {error}") from None
+    raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

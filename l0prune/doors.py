@@ -1,20 +1,191 @@
-"""Doors: functions that a room provides to rooms above it, imported when they are first asked for.
+"""The doors of the core: all the ways by which a feature reaches it.
 
-A room imports only those above it in the table of ``docs/architecture.md``. Where the mechanism
-asks something that only a later room can answer (how fast a runtime is at some widths), it asks
-here, by name.
+The core is the rooms in the table of ``docs/architecture.md``. It imports no feature. A feature is
+a package with one object in its ``__init__``::
+
+    FEATURE = Feature(__name__, names={"shrink_experts": "cut"}, commands={"experts": "command"})
+
+It says in which of its modules each thing is, and they are imported when someone asks for one. So
+an ``__init__`` costs next to nothing: it imports this file and no torch. Built-in features are the
+folders of ``l0prune/features``; those of other packages are entry points of the group
+``l0prune.features``, and the doors are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+from l0prune.errors import UsageError, in_a_line, warn
+
+T = TypeVar("T")
+K = TypeVar("K")
+GROUP = "l0prune.features"  # the folder, and the group of entry points
+
+# What a user may ask of each built-in feature, so that one that was left out is still named.
+BUILT_IN: dict[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature: its doors map the name of each thing to the module of the package that has it.
+
+    Attributes:
+        package: that it is in; the last part of it is the feature's name.
+        needs: other features that it imports. It is there only where they are.
+        names: public names of ``l0prune``.
+        commands: of the command line, each a function with options in the way of typer.
+        options: of its commands, by parameter name, for each group of ``--help``.
+        functions: that the core asks for, by ``provided``.
+        rules: operators, as ``aten.conv2d``. The module registers them when it is imported, as do
+            those of all doors below.
+        gates: kinds of gates (``gating/kinds/base.py``).
+        measures: that a budget can be about (``plan/measures.py``).
+        scores: one-shot scores of slots (``selection/scores.py``).
+    """
+
+    package: str
+    needs: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
+    gates: Mapping[str, str] = field(default_factory=dict)
+    measures: Mapping[str, str] = field(default_factory=dict)
+    scores: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the feature."""
+        return self.package.rpartition(".")[2]
+
+    def load(self, door: str, name: str) -> Any:
+        """Import the module of a thing, and return what it has under this name, if anything."""
+        module = import_module(f"{self.package}.{getattr(self, door)[name]}")
+        return getattr(module, name, None)
+
+
+@cache
+def features() -> dict[str, Feature]:
+    """Return all features that are installed with those that they need, by name."""
+    from importlib.metadata import entry_points
+    from pkgutil import iter_modules
+
+    found: dict[str, Feature] = {}
+    for each in sorted(iter_modules(import_module(GROUP).__path__)):
+        found[each.name] = import_module(f"{GROUP}.{each.name}").FEATURE
+    for entry in entry_points(group=GROUP):
+        try:
+            found.setdefault(entry.name, entry.load())
+        except Exception as error:  # of a package of someone else
+            warn(f"the feature {entry.name!r} ({entry.value}) is left out: {in_a_line(error)}")
+    while lone := [name for name, each in found.items() if not {*each.needs} <= {*found}]:
+        for name in lone:
+            del found[name]
+    return found
+
+
+def behind(door: str) -> Iterator[tuple[str, Feature]]:
+    """Yield what all features have behind a door: each name with its feature."""
+    for feature in features().values():
+        for name in getattr(feature, door):
+            yield name, feature
+
+
+def load(door: str, name: str) -> Any:
+    """Return what a feature has behind a door under a name.
+
+    Raises:
+        LookupError: none has; the text names the built-in feature that would have it.
+    """
+    for known, feature in behind(door):
+        if known == name:
+            return feature.load(door, name)
+    raise LookupError(missing(name) or f"no feature has {name!r} among its {door}")
+
+
+def provided(name: str) -> Callable[..., Any]:
+    """Return a function that the core needs and a later room or a feature has.
+
+    Raises:
+        UsageError: its feature is not installed.
+    """
+    if name in _PROVIDERS:
+        function: Callable[..., Any] = getattr(import_module(f"l0prune.{_PROVIDERS[name]}"), name)
+        return function
+    try:
+        return load("functions", name)  # type: ignore[no-any-return]
+    except LookupError as error:
+        raise UsageError(str(error)) from None
+
 
 _PROVIDERS = {"latency_table": "timing.measure", "width_times": "timing.width_probe"}
 
 
-def provided(name: str) -> Callable[..., Any]:
-    """Return the function of this name from the module that provides it."""
-    function: Callable[..., Any] = getattr(import_module(f"l0prune.{_PROVIDERS[name]}"), name)
-    return function
+def missing(word: str) -> str | None:
+    """Return the sentence about the built-in feature that a word is of, if it is not installed."""
+    for name, words in BUILT_IN.items():
+        if word in (name, *words) and name not in features():
+            return f"this installation of l0prune has no feature {name!r}"
+    return None
+
+
+class Registry(MutableMapping[str, T]):
+    """Things of one kind by name: what registers itself, and what is behind a door of features.
+
+    Attributes:
+        what: one of them is called in messages.
+    """
+
+    def __init__(self, what: str, door: str = "") -> None:
+        self.what, self._door = what, door
+        self._known: dict[str, T] = {}
+
+    def register(self, kind: K) -> K:
+        """Class decorator: make a class known by its ``name``."""
+        self[kind.name] = kind  # type: ignore[attr-defined]
+        return kind
+
+    def named(self, name: str) -> T:
+        """Return the thing of this name.
+
+        Raises:
+            UsageError: there is none; the text has those that there are.
+        """
+        if name in self:
+            return self[name]
+        raise UsageError(missing(name) or unknown(self.what, name, self))
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._known and self._door:
+            for known, feature in behind(self._door):
+                if known == name:
+                    feature.load(self._door, name)
+        return self._known[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._known[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        there = dict(behind(self._door)) if self._door else {}
+        return iter([*self._known, *(name for name in there if name not in self._known)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> str:
+    """Return the sentence about a name that is not known, with the nearest one that is."""
+    from difflib import get_close_matches
+
+    known = [*known]
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    return f"there is no {what} {name!r}; {hint} are {', '.join(known)}{more}"

@@ -6,18 +6,20 @@ import importlib
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import l0prune
+from l0prune.doors import BUILT_IN, features
 
 ROOT = Path(l0prune.__file__).parent
 BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "gating", "files", "data", "running", "selection", "exporting",
-    "training", "integrations", "timing", "report", "cli",
+    "training", "integrations", "timing", "report", "cli", "features",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
@@ -133,6 +135,23 @@ def test_imports_go_down():
     } == set()
 
 
+def test_features_import_one_another_only_where_they_say_so():
+    for path in FILES:
+        if path.parts[0] == "features" and len(path.parts) > 2:
+            own = path.parts[1]
+            others = {parts[1] for parts in imported(path) if parts[0] == "features"} - {own}
+            assert others <= {*features()[own].needs}, path
+
+
+def test_built_in_features_are_those_that_there_are_and_what_a_user_may_ask_of_them():
+    there = {path.parts[1] for path in FILES if path.parts[0] == "features"} - {"__init__.py"}
+    assert {*BUILT_IN} == there
+    for name, words in BUILT_IN.items():
+        each = features()[name]
+        assert {*words} == {*each.names, *each.commands, *each.functions}, name
+    assert sum(len(words) for words in BUILT_IN.values()) == len({*chain(*BUILT_IN.values())})
+
+
 def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
     arrows = {}
     for path in FILES:
@@ -156,8 +175,9 @@ def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
     )
 
 
-def test_importing_the_package_loads_no_torch():
-    code = "import sys, l0prune; print('torch' in sys.modules)"
+@pytest.mark.parametrize("more", ["", "; from l0prune.doors import features; features()"])
+def test_importing_the_package_and_finding_its_features_loads_no_torch(more):
+    code = f"import sys, l0prune{more}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from l0prune.cli import runs
 from l0prune.cli.evaluate import evaluate
@@ -24,6 +26,8 @@ from l0prune.cli.messages import own_warnings, run_command
 from l0prune.cli.shrink import shrink
 from l0prune.cli.sweep import sweep
 from l0prune.cli.vocabulary import vocabulary
+from l0prune.doors import behind, missing
+from l0prune.errors import UsageError
 
 _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
@@ -37,12 +41,25 @@ That takes a folder with a model and images; each command has options for the re
 Or all of it on embedded data: l0prune run digits-wide
 """
 
-app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+class Commands(TyperGroup):
+    """Group of commands that names the feature of one that is not installed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See ``click.Group``."""
+        if args[0] not in self.commands and (sentence := missing(args[0])):
+            raise UsageError(sentence)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 COMMANDS = (
     *(survey, gate, measure, fit, shrink, vocabulary, experts, finetune, export, evaluate),
     *(runs.run, sweep, runs.report),
 )
-for command in COMMANDS:
+for command in (*COMMANDS, *(each.load("commands", name) for name, each in behind("commands"))):
     app.command(cls=GroupedCommand)(command)
 app.add_typer(runs.app, name="recipes")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from l0prune.doors import behind
+
 _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
 # Options of each group, by parameter name; the last group has all others.
 _GROUPS = {
@@ -36,7 +38,9 @@ _GROUPS = {
     ),
     "Other": (),
 }  # fmt: skip
-_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names} | {
+    name: group for group, each in behind("options") for name in each.options[group]
+}
 
 
 class GroupedCommand(TyperCommand):

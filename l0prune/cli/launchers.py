@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from l0prune.data.image_folder import usable_cpus
+from l0prune.doors import Registry
 from l0prune.errors import UsageError, first_line
 
 _GRACE = 30.0  # seconds in which a stopped run may write its checkpoint
@@ -90,13 +91,8 @@ class Launcher(Protocol):
         """Start a command, which may wait in a queue."""
 
 
-LAUNCHERS: dict[str, type[Launcher]] = {}
-
-
-def register(kind: type[Launcher]) -> type[Launcher]:
-    """Register a launcher for ``--on`` by its name."""
-    LAUNCHERS[kind.name] = kind
-    return kind
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher")
+register = LAUNCHERS.register
 
 
 def launcher(name: str, folder: Path, jobs: int | None, options: Mapping[str, Any]) -> Launcher:
@@ -105,9 +101,7 @@ def launcher(name: str, folder: Path, jobs: int | None, options: Mapping[str, An
     Raises:
         UsageError: there is none, its package is not installed, or ``jobs`` are too many for it.
     """
-    if name not in LAUNCHERS:
-        raise UsageError(f"there is no {name!r} to run on; there are {', '.join(LAUNCHERS)}")
-    return LAUNCHERS[name](folder, jobs, options)
+    return LAUNCHERS.named(name)(folder, jobs, options)
 
 
 def _killed(number: int) -> str:

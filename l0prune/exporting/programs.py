@@ -18,6 +18,7 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_in
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import muted
+from l0prune.doors import Registry
 from l0prune.errors import L0pruneError, UsageError, first_line
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare_run
@@ -124,7 +125,8 @@ class LiteRt:
         return run
 
 
-FORMATS: dict[str, Format] = {".pte": ExecuTorch(), ".tflite": LiteRt()}
+FORMATS: Registry[Format] = Registry("format")
+FORMATS.update({".pte": ExecuTorch(), ".tflite": LiteRt()})
 """Formats by file suffix."""
 
 

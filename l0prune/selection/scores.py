@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
+from l0prune.doors import Registry, unknown
 from l0prune.errors import DataError, UsageError, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
@@ -40,7 +41,7 @@ _RENAMED = {"removal": "ablation"}
 
 Normalise = Literal["axis-mean", "none"]
 Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
-_scores: dict[str, Callable[[ScoreInput], Tensor]] = {}
+SCORES: Registry[Callable[[ScoreInput], Tensor]] = Registry("score", "scores")
 
 
 def score(
@@ -114,7 +115,7 @@ def _check_options(normalise: str, batches: int | None, batch_size: int, seed: i
 
 def names() -> list[str]:
     """Return the names of all registered scores."""
-    return sorted(_scores)
+    return sorted(SCORES)
 
 
 def current_name(name: str) -> str:
@@ -123,8 +124,8 @@ def current_name(name: str) -> str:
         today = _RENAMED[name]
         warn_renamed(f"the score {name!r}", repr(today))
         name = today
-    if name not in _scores:
-        raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
+    if name not in SCORES:
+        raise UsageError(unknown("score", name, names()))
     return name
 
 
@@ -136,7 +137,7 @@ def register(name: str) -> Callable[[Score], Score]:
     """
 
     def known(function: Score) -> Score:
-        _scores[name] = function
+        SCORES[name] = function
         return function
 
     return known
@@ -161,7 +162,7 @@ def compute_score(
 ) -> ComputedScore:
     """Compute a registered score, or the function ``by`` instead of it."""
     with stage(f"scoring by {name}"):
-        values = (by or _scores[name])(of)
+        values = (by or SCORES[name])(of)
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {name} scores are nan or inf: look for that in the data and weights")
     return ComputedScore(name, of, values)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import pytree
-from l0prune.errors import UsageError, warn
+from l0prune.doors import Registry
+from l0prune.errors import warn
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
@@ -183,21 +184,26 @@ def _openvino(providers: Sequence[str], name: str, convert: Any = None) -> Runti
     return OpenVino(providers, name, convert)
 
 
-RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
-    collect.NAME: OnnxRuntime,
-    "onnxruntime-int8": lambda providers: OnnxRuntime(providers, "onnxruntime-int8", _in_int8()),
-    "openvino": lambda providers: _openvino(providers, "openvino"),
-    "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
-    "eager": lambda providers: Torch(Eager, providers),
-    "compile": lambda providers: Torch(Compiled, providers),
-    **{kind.name: partial(Torch, partial(Program, kind)) for kind in FORMATS.values()},
-    "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
-    "torch-cuda-bf16": lambda providers: Torch(CudaGraphBf16, providers or ["cuda"]),
-}
+RUNTIMES: Registry[Callable[[Sequence[str]], Runtime]] = Registry("runtime")
+RUNTIMES.update(
+    {
+        collect.NAME: OnnxRuntime,
+        "onnxruntime-int8": lambda providers: OnnxRuntime(
+            providers, "onnxruntime-int8", _in_int8()
+        ),
+        "openvino": lambda providers: _openvino(providers, "openvino"),
+        "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
+        "eager": lambda providers: Torch(Eager, providers),
+        "compile": lambda providers: Torch(Compiled, providers),
+        **{kind.name: partial(Torch, partial(Program, kind)) for kind in FORMATS.values()},
+        "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
+        "torch-cuda-bf16": lambda providers: Torch(CudaGraphBf16, providers or ["cuda"]),
+    }
+)
 
 
 def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:
     """Return the runtime of this name."""
-    if name not in RUNTIMES:
-        raise UsageError(f"runtime is one of {', '.join(RUNTIMES)}, not {name!r}")
-    return RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))
+    return RUNTIMES.named(name)(
+        [providers] if isinstance(providers, str) else list(providers or ())
+    )

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from l0prune.errors import UsageError
+from l0prune.doors import Registry
 
 
 @runtime_checkable
@@ -42,27 +42,14 @@ class Shrinkage(Protocol):
         ...
 
 
-Kind = TypeVar("Kind", bound=type[Shrinkage])
-_known: dict[str, type[Shrinkage]] = {}
-
-
-def register(kind: Kind) -> Kind:
-    """Class decorator: make a penalty known by its ``name``."""
-    _known[kind.name] = kind
-    return kind
-
-
-def names() -> list[str]:
-    """Return the names of all registered penalties."""
-    return list(_known)
+PENALTIES: Registry[type[Shrinkage]] = Registry("penalty")
+register = PENALTIES.register
 
 
 def shrinkage_of(name: str) -> Shrinkage:
     """Return the penalty of this name, with the prefix ``group-`` or without."""
-    for key in (name, name.removeprefix("group-")):
-        if key in _known:
-            return _known[key]()
-    raise UsageError(f"there is no penalty {name!r}; there are {', '.join(names())}")
+    short = name.removeprefix("group-")
+    return PENALTIES.named(short if short in PENALTIES else name)()
 
 
 @register

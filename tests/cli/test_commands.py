@@ -90,7 +90,7 @@ def test_a_budget_in_a_measure_of_ones_own(done, refused, tmp_path):
         assert found["counts"] == {"slots=0.5": sum(found["open"].values())}
         assert "slots=0.5: 164 sl" in done(*budget, "--measure", "peak.py:Slots")[0]
     finally:
-        measures._kinds.pop("slots", None)
+        measures.MEASURES.pop("slots", None)
 
 
 MEASURE = """

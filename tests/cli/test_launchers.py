@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from l0prune.cli.launchers import CommandLine, launcher, register
+from l0prune.cli.launchers import LAUNCHERS, CommandLine, launcher, register
 from l0prune.data.image_folder import usable_cpus
 from l0prune.errors import UsageError
 
@@ -189,7 +189,7 @@ def test_the_packages_themselves_run_commands(name, tmp_path):
 
 
 def test_a_launcher_of_ones_own_is_found_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("l0prune.cli.launchers.LAUNCHERS", {})
+    monkeypatch.setattr(LAUNCHERS, "_known", {})
 
     @register
     class Own:

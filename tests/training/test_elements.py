@@ -9,7 +9,7 @@ from torch.nn.functional import softshrink
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import weights_of
-from l0prune.training.shrinkage import names
+from l0prune.training.shrinkage import PENALTIES
 
 NAMES = ("0.weight", "2.weight")
 
@@ -88,7 +88,7 @@ def count(model):
     return sum(int(p.count_nonzero()) for p in weights)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.one_in(3)
 def test_a_share_is_met_and_zeros_stay_zero(name):
     model, history = tuned(gated(), penalty=name, lr=0.05 if name == "gsm" else 0.02)

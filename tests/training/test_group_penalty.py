@@ -11,7 +11,7 @@ import l0prune
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import bypass
 from l0prune.training.group_penalty import _in_metric
-from l0prune.training.shrinkage import names
+from l0prune.training.shrinkage import PENALTIES
 from l0prune.training.slot_groups import Groups, Metric, squares
 
 
@@ -128,7 +128,7 @@ def tuned(model, **settings):
     return model
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.one_in(4)
 def test_a_budget_is_met_by_closing_slots_in_training(name):
     model = tuned(gated(), penalty=name, budget="params=0.5", lr=1e-2)
