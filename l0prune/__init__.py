@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
     from l0prune.exporting.exits.skip_file import save_skipping
-    from l0prune.exporting.experts.cut import shrink_experts
-    from l0prune.exporting.experts.result import FewerExperts
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
     from l0prune.exporting.vocabulary.cut import shrink_vocabulary
     from l0prune.exporting.vocabulary.result import SmallerVocabulary
+    from l0prune.features.experts.cut import shrink_experts
+    from l0prune.features.experts.result import FewerExperts
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
     from l0prune.files.smaller_model import from_pretrained, resize
@@ -65,7 +65,6 @@ _HOMES = {
     "Data": "data.dataset",
     "EarlyExits": "exporting.exits.early_exits",
     "Export": "exporting.result",
-    "FewerExperts": "exporting.experts.result",
     "Gate": "gating.kinds.base",
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
@@ -107,7 +106,6 @@ _HOMES = {
     "score": "selection.scores",
     "scores": "selection",
     "shrink": "report.shrink",
-    "shrink_experts": "exporting.experts.cut",
     "shrink_vocabulary": "exporting.vocabulary.cut",
     "survey": "report.survey",
     "train_dense": "report.live",

@@ -26,7 +26,9 @@ K = TypeVar("K")
 GROUP = "l0prune.features"  # the folder, and the group of entry points
 
 # What a user may ask of each built-in feature, so that one that was left out is still named.
-BUILT_IN: dict[str, tuple[str, ...]] = {}
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "experts": ("FewerExperts", "shrink_experts", "experts"),
+}
 
 
 @dataclass(frozen=True)

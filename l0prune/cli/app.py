@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from l0prune.cli import runs
 from l0prune.cli.evaluate import evaluate
-from l0prune.cli.experts import experts
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
@@ -56,7 +55,7 @@ app = typer.Typer(
     cls=Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 COMMANDS = (
-    *(survey, gate, measure, fit, shrink, vocabulary, experts, finetune, export, evaluate),
+    *(survey, gate, measure, fit, shrink, vocabulary, finetune, export, evaluate),
     *(runs.run, sweep, runs.report),
 )
 for command in (*COMMANDS, *(each.load("commands", name) for name, each in behind("commands"))):

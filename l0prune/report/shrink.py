@@ -23,14 +23,13 @@ from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.device import device_of, on_device
-from l0prune.running.inputs import inputs_for
+from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.selection.compensate import (
     BATCH_SIZE,
     SAMPLES,
     Calibration,
     calibration,
-    inputs_of,
 )
 from l0prune.selection.division import Division
 from l0prune.selection.fidelity import Classes, Fidelity, fidelity

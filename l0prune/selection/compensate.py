@@ -17,22 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import evaluating
-from l0prune.data.dataset import map_tensors, without_labels
 from l0prune.errors import DataError, warn
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
 from l0prune.plan.numbers import check_whole
-from l0prune.running.batches import Batch, Feed, call
+from l0prune.running.batches import Batch, call
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
-from l0prune.running.inputs import inputs_for
+from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.stages import stage
-from l0prune.running.task import Task, batch_length, is_split
+from l0prune.running.task import batch_length
 from l0prune.selection.division import PROBES, Division
 from l0prune.selection.fidelity import (
     Classes,
@@ -45,7 +43,7 @@ from l0prune.selection.fidelity import (
 )
 from l0prune.selection.repair import Tandem
 
-_FEWEST, _ENOUGH = 3, 8  # batches: required, and wanted where their size can be chosen
+_FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
 _JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
@@ -222,81 +220,6 @@ def calibration(
             classes = classes_of(call(root, batches[0]), targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
         yield Calibration(root, gates, used, batches[::_JUDGED], classes)
-
-
-def inputs_of(
-    given: Any, samples: int, batch_size: int, place: torch.device, seed: int
-) -> Iterator[tuple[Any, Any]]:
-    """Yield batches of a model's inputs, with their targets or None, on a device.
-
-    They come in random order where there is a choice.
-
-    Raises:
-        DataError: there are none, or some are not finite.
-    """
-    found: Iterator[tuple[Any, Any]]
-    if isinstance(given, Tensor) or _is_example(given):
-        generator = torch.Generator().manual_seed(seed)
-        count = len(given) if isinstance(given, Tensor) else len(next(iter(given.values())))
-        size = _size(batch_size, min(count, samples))
-        order = torch.randperm(count, generator=generator)[:samples].split(size)
-        found = ((_rows(given, index, place), None) for index in order)
-    else:
-        task = Task.of(given)
-        if isinstance(task.train, Tensor) or _is_example(task.train):
-            yield from inputs_of(task.train, samples, batch_size, place, seed)
-            return
-        if is_split(task.train):
-            batch_size = _size(batch_size, min(len(task.train), samples))
-        feed = Feed(task, batch_size, seed, augment=False)
-        found = ((batch.inputs, batch.targets) for batch in feed.train(0, place))
-        if not is_split(task.train):
-            found = _shuffled(found, samples, seed)
-    left = samples
-    for inputs, targets in found:
-        if left <= 0:
-            return
-        left -= batch_length(inputs, targets)
-        _check_finite(inputs)
-        yield without_labels(inputs), targets
-
-
-def _shuffled(
-    batches: Iterator[tuple[Any, Any]], samples: int, seed: int
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the first batches of so many examples in random order.
-
-    Batches of a user are often sorted (files of one text after another), and the first ones would
-    be used most.
-    """
-    held: list[tuple[Any, Any]] = []
-    for batch in batches:
-        held.append(batch)
-        samples -= batch_length(*batch)
-        if samples <= 0:
-            break
-    for number in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)):
-        yield held[number]
-
-
-def _rows(given: Any, index: Tensor, place: torch.device) -> Any:
-    return map_tensors(given, lambda tensor: tensor[index].to(place))
-
-
-def _size(batch_size: int, examples: int) -> int:
-    """Return a batch size, reduced so that there are ``_ENOUGH`` batches."""
-    return max(1, min(batch_size, examples // _ENOUGH))
-
-
-def _is_example(given: Any) -> bool:
-    is_mapping = isinstance(given, Mapping) and bool(given)
-    return is_mapping and all(isinstance(value, Tensor) for value in given.values())
-
-
-def _check_finite(batch: Any) -> None:
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
-            raise DataError("the inputs hold numbers that are not finite (NaN or infinite)")
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.errors import UsageError
-from l0prune.exporting.experts.mixtures import Mixture, closed_but
-from l0prune.exporting.experts.routing import Routing
+from l0prune.features.experts.mixtures import Mixture, closed_but
+from l0prune.features.experts.routing import Routing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -19,20 +19,20 @@ from l0prune.exporting.certify.answers import BOTH, Answer, output_of, tensor_na
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.difference import common_scales, comparable
 from l0prune.exporting.certify.dtypes import lent
-from l0prune.exporting.experts.choosing import OUTPUT, SCORES, chosen, observing
-from l0prune.exporting.experts.mixtures import Mixture, mixtures_in, sizes_of_experts
-from l0prune.exporting.experts.result import FewerExperts
-from l0prune.exporting.experts.routing import Routing
 from l0prune.exporting.own_class.choice import own_class, proven
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut, stored_in
+from l0prune.features.experts.choosing import OUTPUT, SCORES, chosen, observing
+from l0prune.features.experts.mixtures import Mixture, mixtures_in, sizes_of_experts
+from l0prune.features.experts.result import FewerExperts
+from l0prune.features.experts.routing import Routing
 from l0prune.gating.attaching import check_ungated
 from l0prune.plan.layout import Const, Slots, axes_of
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Axis, Plan
 from l0prune.running.device import device_of
+from l0prune.running.inputs import inputs_of
 from l0prune.running.stages import stage
-from l0prune.selection.compensate import inputs_of
 
 KIND = "expert"
 

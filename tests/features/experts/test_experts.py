@@ -9,8 +9,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import AlreadyGated, CertificateError, UsageError
-from l0prune.exporting.experts.choosing import SCORES, chosen, observing
-from l0prune.exporting.experts.mixtures import mixtures_in
+from l0prune.features.experts.choosing import SCORES, chosen, observing
+from l0prune.features.experts.mixtures import mixtures_in
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}

@@ -14,7 +14,7 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import UsageError
-from l0prune.exporting.experts.routing import Router, Routing
+from l0prune.features.experts.routing import Router, Routing
 from l0prune.files.cut_layers import tensors_of
 
 _KERNEL = 3  # dims of a tensor that has a matrix for each expert
