@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from l0prune.exporting.exits.skip_file import save_skipping
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
-    from l0prune.exporting.vocabulary.cut import shrink_vocabulary
-    from l0prune.exporting.vocabulary.result import SmallerVocabulary
     from l0prune.features.experts.cut import shrink_experts
     from l0prune.features.experts.result import FewerExperts
+    from l0prune.features.vocabulary.cut import shrink_vocabulary
+    from l0prune.features.vocabulary.result import SmallerVocabulary
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
     from l0prune.files.smaller_model import from_pretrained, resize
@@ -75,7 +75,6 @@ _HOMES = {
     "Pruner": "training.pruner",
     "Report": "report.report",
     "Settings": "training.settings",
-    "SmallerVocabulary": "exporting.vocabulary.result",
     "Survey": "report.survey",
     "Task": "running.task",
     "add_exits": "training.exits",
@@ -106,7 +105,6 @@ _HOMES = {
     "score": "selection.scores",
     "scores": "selection",
     "shrink": "report.shrink",
-    "shrink_vocabulary": "exporting.vocabulary.cut",
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",

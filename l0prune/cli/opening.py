@@ -13,6 +13,7 @@ import l0prune
 from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
 from l0prune.cli.project import chosen, image_folder, only_model
+from l0prune.doors import provided
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 
@@ -98,9 +99,7 @@ def example_inputs(
         say(f"the example input is {text}, from the file; to give another one: --input {text}")
         return text, (own, {})
     if text is None:
-        from l0prune.files.example_guess import guess_example
-
-        text, origin = guess_example(model, _side())
+        text, origin = provided("guess_example")(model, _side())
         say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
     args, kwargs = parse_input(text)
     is_fixed = getattr(model, "fixed_batch", 0) == 1

@@ -15,8 +15,8 @@ from tokenizers import (
     trainers,
 )
 
-from l0prune.data.cut_tokenizer import CutTokenizer, renewed
 from l0prune.errors import UsageError
+from l0prune.features.vocabulary.cut_tokenizer import CutTokenizer, renewed
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 # A text in which words have many parts in common, so that merges depend on one another.

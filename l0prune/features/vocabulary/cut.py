@@ -18,22 +18,22 @@ from l0prune.capture.configurations import put_size, sizes_of
 from l0prune.capture.copying import copied_around
 from l0prune.capture.example_inputs import keep, plain
 from l0prune.capture.sizes import Inputs
-from l0prune.data.cut_tokenizer import CutTokenizer, renewed
 from l0prune.data.dataset import as_arguments
 from l0prune.data.text import texts_in, tokenizer_of
+from l0prune.doors import provided
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer, answers_of
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.own_class.choice import own_class, proven
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut, stored_in
-from l0prune.exporting.vocabulary.numbers import renumber, token_ids_in
-from l0prune.exporting.vocabulary.result import SmallerVocabulary
-from l0prune.files.example_guess import guess_example
+from l0prune.features.vocabulary.cut_tokenizer import CutTokenizer, renewed
+from l0prune.features.vocabulary.numbers import renumber, token_ids_in
+from l0prune.features.vocabulary.result import SmallerVocabulary
+from l0prune.features.vocabulary.tables import Vocabulary, vocabulary_of
 from l0prune.files.model_sources import parse_input
 from l0prune.gating.attaching import check_ungated
 from l0prune.infer.own_code import with_code
-from l0prune.infer.vocabulary import Vocabulary, vocabulary_of
 from l0prune.plan.layout import axes_of
 from l0prune.running.stages import stage
 
@@ -153,7 +153,11 @@ class _Captured:
 
 
 def _captured(model: nn.Module, cutter: CutTokenizer, inputs: Any) -> _Captured:
-    given = parse_input(guess_example(model).text) if inputs is None else as_arguments(inputs)
+    given = (
+        parse_input(provided("guess_example")(model).text)
+        if inputs is None
+        else as_arguments(inputs)
+    )
     example = keep(model, *given)
     with stage("capturing the model"):
         captured = capture(model, *example)

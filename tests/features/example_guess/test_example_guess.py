@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import UsageError
-from l0prune.files.example_guess import guess_example
+from l0prune.features.example_guess.guess import guess_example
 from l0prune.files.model_sources import parse_input
 
 
