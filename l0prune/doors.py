@@ -29,6 +29,7 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "sweep": ("sweep",),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),
 }
 
@@ -49,6 +50,7 @@ class Feature:
         gates: kinds of gates (``gating/kinds/base.py``).
         measures: that a budget can be about (``plan/measures.py``).
         scores: one-shot scores of slots (``selection/scores.py``).
+        launchers: of the runs of a sweep (``features/sweep/launchers.py``).
     """
 
     package: str
@@ -61,6 +63,7 @@ class Feature:
     gates: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, str] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -23,7 +23,6 @@ from l0prune.cli.help import GroupedCommand
 from l0prune.cli.measure import measure
 from l0prune.cli.messages import own_warnings, run_command
 from l0prune.cli.shrink import shrink
-from l0prune.cli.sweep import sweep
 from l0prune.doors import behind, missing
 from l0prune.errors import UsageError
 
@@ -55,7 +54,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(survey, gate, measure, fit, shrink, finetune, export, evaluate),
-    *(runs.run, sweep, runs.report),
+    *(runs.run, runs.report),
 )
 for command in (*COMMANDS, *(each.load("commands", name) for name, each in behind("commands"))):
     app.command(cls=GroupedCommand)(command)

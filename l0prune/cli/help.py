@@ -24,12 +24,11 @@ _GROUPS = {
     ),
     "Budget": ("faster", "budget", "lam", "latency", "round_to", "target", "measures", "counting"),
     "Training": (
-        "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume", "sweeps",
+        "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume",
     ),
     "Machine": (
         "device", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
-        "distributed", "threads", "batch", "runtime", "provider", "samples", "results", "jobs",
-        "where", "job",
+        "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",

@@ -12,11 +12,11 @@ import pytest
 from commands import COMMAND, ENVIRONMENT, run
 
 import l0prune
-from l0prune.cli import launchers
 from l0prune.cli.recipe_files import load
-from l0prune.cli.sweep_grid import asked, points
-from l0prune.cli.sweep_run import result_of
 from l0prune.errors import UsageError
+from l0prune.features.sweep import launchers
+from l0prune.features.sweep.grid import asked, points
+from l0prune.features.sweep.runs import result_of
 
 CODE = """
 import torch
@@ -152,7 +152,7 @@ def result(share, seed):
 @pytest.fixture
 def made_up(recipe, monkeypatch):
     monkeypatch.setitem(launchers.LAUNCHERS, "made-up", MadeUp)
-    monkeypatch.setattr("l0prune.cli.sweep_run._PAUSE", 0)
+    monkeypatch.setattr("l0prune.features.sweep.runs._PAUSE", 0)
     for name, value in {"endings": {}, "begun": [], "most": 0}.items():
         monkeypatch.setattr(MadeUp, name, value)
     return (*TWICE, "--on", "made-up")
@@ -233,7 +233,7 @@ def test_a_folder_of_something_else_is_refused_with_what_differs(made_up, done, 
 
 
 def test_wrong_use_is_said_before_anything_runs(made_up, refused, tmp_path):
-    assert "there is no 'moon' to run on" in refused(2, *TWICE, "--on", "moon")
+    assert "there is no launcher 'moon'" in refused(2, *TWICE, "--on", "moon")
     assert "'gpu' is not KEY=VALUE" in refused(2, *made_up, "--job", "gpu")
     assert "processes of this machine have no parameters" in refused(2, *TWICE, "--job", "a=1")
     assert "more than the" in refused(2, *TWICE, "--jobs", "1000")

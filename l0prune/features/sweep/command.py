@@ -19,8 +19,8 @@ from l0prune.errors import TrainingError, UsageError
 from l0prune.running.environment import is_launched
 
 if TYPE_CHECKING:
-    from l0prune.cli.sweep_grid import Point
-    from l0prune.cli.sweep_run import Ending
+    from l0prune.features.sweep.grid import Point
+    from l0prune.features.sweep.runs import Ending
 
 Settings = Annotated[
     list[str] | None,
@@ -71,23 +71,24 @@ def sweep(
     """
     if is_launched():
         raise UsageError("a sweep starts its runs by itself: leave torchrun out")
-    from l0prune.cli import recipe_files, sweep_grid, sweep_run  # loads torch, as do the next
-    from l0prune.cli.launchers import launcher
+    from l0prune.cli import recipe_files  # loads torch, as do the next ones
+    from l0prune.features.sweep import grid, runs
+    from l0prune.features.sweep.launchers import launcher
     from l0prune.files.atomic import claimed
 
     fixed = overrides or []
     base = recipe_files.load(recipe, fixed)
-    settings = sweep_grid.asked(base, budget, seed, sweeps or [])
-    points = sweep_grid.points(recipe, fixed, settings)
+    settings = grid.asked(base, budget, seed, sweeps or [])
+    points = grid.points(recipe, fixed, settings)
     target = folder or Path("sweeps") / base.name
     if jobs is None and where == "processes" and base.latency is not None:
         jobs = 1  # concurrent runs would distort the measured times
     with claimed(target):
         started = launcher(where, target, jobs, key_values(job, "timeout_min=60"))
-        sweep_grid.record(target, base, settings)
-        words = sweep_run.run_words(recipe_files.find(recipe), fixed, data_root, report)
-        with _progress(points, target, sweep_run.last_line) as (tell, look):
-            endings = sweep_run.Sweep(points, target, words, started, tell).run(look)
+        grid.record(target, base, settings)
+        words = runs.run_words(recipe_files.find(recipe), fixed, data_root, report)
+        with _progress(points, target, runs.last_line) as (tell, look):
+            endings = runs.Sweep(points, target, words, started, tell).run(look)
         result = _result(points, endings, target, report)
     emit(result, json, _table(result))
     if result["page"] is not None:
@@ -153,7 +154,7 @@ def _result(
 
 
 def _run(point: Point, ending: Ending, folder: Path) -> dict[str, Any]:
-    from l0prune.cli.sweep_run import result_of
+    from l0prune.features.sweep.runs import result_of
     from l0prune.report.report import report_of
 
     found: dict[str, Any] = {
@@ -179,7 +180,7 @@ def _run(point: Point, ending: Ending, folder: Path) -> dict[str, Any]:
 
 def _over_seeds(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per combination of settings without the seed: mean and range of the runs."""
-    from l0prune.cli.sweep_grid import SEED
+    from l0prune.features.sweep.grid import SEED
 
     groups: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -203,7 +204,7 @@ def _row(settings: dict[str, str], runs: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _table(result: Mapping[str, Any]) -> Table:
-    from l0prune.cli.sweep_grid import label
+    from l0prune.features.sweep.grid import label
     from l0prune.training.history import IN_PERCENT
 
     rows = result["table"]

@@ -91,7 +91,7 @@ class Launcher(Protocol):
         """Start a command, which may wait in a queue."""
 
 
-LAUNCHERS: Registry[type[Launcher]] = Registry("launcher")
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", "launchers")
 register = LAUNCHERS.register
 
 

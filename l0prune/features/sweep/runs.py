@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from l0prune.cli.launchers import CommandLine, Job, Launcher
-from l0prune.cli.sweep_grid import Point
 from l0prune.errors import FileError
+from l0prune.features.sweep.grid import Point
+from l0prune.features.sweep.launchers import CommandLine, Job, Launcher
 from l0prune.files.atomic import replacement
 from l0prune.files.checked_json import read_json
 from l0prune.report.report import RESULT

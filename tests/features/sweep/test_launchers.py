@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from l0prune.cli.launchers import LAUNCHERS, CommandLine, launcher, register
 from l0prune.data.image_folder import usable_cpus
 from l0prune.errors import UsageError
+from l0prune.features.sweep.launchers import LAUNCHERS, CommandLine, launcher, register
 
 CORES = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
 
@@ -189,7 +189,7 @@ def test_the_packages_themselves_run_commands(name, tmp_path):
 
 
 def test_a_launcher_of_ones_own_is_found_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(LAUNCHERS, "_known", {})
+    monkeypatch.setattr(LAUNCHERS, "_known", dict(LAUNCHERS))
 
     @register
     class Own:
@@ -199,5 +199,5 @@ def test_a_launcher_of_ones_own_is_found_by_its_name(tmp_path, monkeypatch):
             self.jobs = jobs
 
     assert launcher("own", tmp_path, 2, {}).jobs == 2
-    with pytest.raises(UsageError, match="there are own"):
-        launcher("processes", tmp_path, 2, {})
+    with pytest.raises(UsageError, match="'elsewhere'; there are processes, submitit, ray, own"):
+        launcher("elsewhere", tmp_path, 2, {})
