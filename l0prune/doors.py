@@ -29,6 +29,7 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "onnx_in": (".onnx",),
     "sweep": ("sweep",),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),
 }
@@ -45,8 +46,10 @@ class Feature:
         commands: of the command line, each a function with options in the way of typer.
         options: of its commands, by parameter name, for each group of ``--help``.
         functions: that the core asks for, by ``provided``.
-        rules: operators, as ``aten.conv2d``. The module registers them when it is imported, as do
-            those of all doors below.
+        sources: of models, by what is before the colon of a spec, or the suffix of a file
+            (``files/consent.py``). The module registers them when it is imported, as do those of
+            all doors below.
+        rules: operators, as ``aten.conv2d`` (``infer/registry.py``).
         gates: kinds of gates (``gating/kinds/base.py``).
         measures: that a budget can be about (``plan/measures.py``).
         scores: one-shot scores of slots (``selection/scores.py``).
@@ -59,6 +62,7 @@ class Feature:
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, str] = field(default_factory=dict)

@@ -148,7 +148,7 @@ def test_built_in_features_are_those_that_there_are_and_what_a_user_may_ask_of_t
     assert {*BUILT_IN} == there
     for name, words in BUILT_IN.items():
         each = features()[name]
-        assert {*words} == {*each.names, *each.commands, *each.functions}, name
+        assert {*words} == {*each.names, *each.commands, *each.functions, *each.sources}, name
     assert sum(len(words) for words in BUILT_IN.values()) == len({*chain(*BUILT_IN.values())})
 
 

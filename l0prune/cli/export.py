@@ -24,7 +24,7 @@ from l0prune.cli.project import newest, output_path
 from l0prune.errors import FileError, UsageError
 
 if TYPE_CHECKING:
-    from l0prune.files.onnx_network import Origin
+    from l0prune.files.source_file import SourceFile
 
 ONNX, PT2, PTE, TFLITE, STATE = ENDINGS = (".onnx", ".pt2", ".pte", ".tflite", ".state.pt")
 
@@ -270,7 +270,7 @@ def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
     return spec
 
 
-def _stem(out: Path | None, path: Path, source: Origin | None) -> Path:
+def _stem(out: Path | None, path: Path, source: SourceFile | None) -> Path:
     """Return the path of the files without their endings: ``model`` for ``model.onnx``.
 
     It is ``model.small`` if the network was read from ``model.onnx`` itself.

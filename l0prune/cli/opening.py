@@ -82,7 +82,7 @@ def example_inputs(
         UsageError: no input that the model runs on could be guessed.
     """
     from l0prune.files.model_sources import parse_input  # loads torch, as do the next ones
-    from l0prune.files.onnx_network import OnnxNetwork
+    from l0prune.files.source_file import source_file_of
 
     text = chosen(text, "input")
     if text is None and data is not None:
@@ -91,7 +91,7 @@ def example_inputs(
         from l0prune.running.task import Task
 
         return None, as_arguments(example_inputs(Task.of(data), 2))
-    if text is None and isinstance(model, OnnxNetwork):
+    if text is None and source_file_of(model) is not None:
         own = model.example_input_array
         text = ",".join(
             "x".join(map(str, x.shape)) + f":{x.dtype}".replace("torch.", "") for x in own

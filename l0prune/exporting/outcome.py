@@ -20,7 +20,7 @@ from l0prune.exporting.notes import CHANGED, notes_on_files
 from l0prune.exporting.onnx.speedup import Speedup
 from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
-from l0prune.files.onnx_network import Origin
+from l0prune.files.source_file import SourceFile
 from l0prune.plan.globs import listed
 from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
@@ -110,7 +110,7 @@ class Outcome:
     half: Half | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
-    source: Origin | None = None
+    source: SourceFile | None = None
     ranges: Ranges | None = field(default=None, repr=False)
     fidelity: Fidelity | None = None
     curve: tuple[Step, ...] = ()

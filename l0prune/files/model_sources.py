@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from l0prune.capture.configurations import class_of_transformers
 from l0prune.errors import FileError, UsageError
 from l0prune.files.beside_weights import bring_along
+from l0prune.files.consent import SOURCES
 from l0prune.files.pickles import load_pickle
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
 from l0prune.files.user_code import (
-    PACKAGES,
     check_no_gates,
     from_code,
     is_rebuildable,
@@ -96,7 +96,7 @@ def _code_without_name(path: str) -> str:
 
 
 def _no_source(spec: str) -> str:
-    known = ", ".join(f"{kind}:NAME" for kind in PACKAGES)
+    known = ", ".join(f"{kind}:NAME" for kind in SOURCES if kind.isidentifier())
     return (
         f"{spec!r} is neither a file nor any other model source. Give a file written by "
         f"torch.save(model, path), path.py:factory, or one of {known}."

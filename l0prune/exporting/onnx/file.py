@@ -39,8 +39,8 @@ from l0prune.exporting.onnx.operators import (
 from l0prune.exporting.onnx.shared import share_transposed
 from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
-from l0prune.files.onnx_network import Origin
 from l0prune.files.onnx_session import session_of
+from l0prune.files.source_file import SourceFile
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def write_runnable(
     data: Path,
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
-    source: Origin | None = None,
+    source: SourceFile | None = None,
     apart: bool = False,
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
@@ -199,7 +199,7 @@ def _named_as(
     program: ExportedProgram,
     model: onnx.ModelProto,
     sizes: Sequence[Mapping[int, str]],
-    source: Origin | None,
+    source: SourceFile | None,
 ) -> onnx.ModelProto:
     state = [*state_of(program)]  # the last inputs and outputs
     given, made = (

@@ -19,7 +19,7 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.state import Carrying, check_kept, check_stateless
 from l0prune.exporting.uncut import rounding_in
 from l0prune.files.atomic import replacement
-from l0prune.files.onnx_network import Origin
+from l0prune.files.source_file import SourceFile
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
 from l0prune.running.stages import stage
@@ -55,7 +55,12 @@ class Unfinished(ExitStack):
         return (*self.paths, *(data for data in self._data if data.exists()))
 
     def add(
-        self, piece: ExportedPart, file: Path, opset: int | None, source: Origin | None, apart: bool
+        self,
+        piece: ExportedPart,
+        file: Path,
+        opset: int | None,
+        source: SourceFile | None,
+        apart: bool,
     ) -> list[Check]:
         """Write the file of a piece in float32, and compare it with the gated model.
 
@@ -142,7 +147,7 @@ def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None
         )
 
 
-def check_apart(path: str | os.PathLike[str], source: Origin | None) -> None:
+def check_apart(path: str | os.PathLike[str], source: SourceFile | None) -> None:
     """Raise UsageError for the path of the file that the network was made from."""
     if source is not None and os.path.realpath(path) == os.path.realpath(source.file):
         raise UsageError(

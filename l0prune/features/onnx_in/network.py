@@ -12,29 +12,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.files.onnx_operators import Host, numbers, tensor
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Source file of a network, and the network's measured error.
-
-    Attributes:
-        file: its path.
-        sha256: of its bytes, without those of weights beside it.
-        inputs, outputs: names in the file.
-        batch: examples on which ONNX Runtime, with the file, and the network were compared.
-        error: their largest difference, relative to the output's scale; in float32.
-        tolerance: the largest error allowed.
-    """
-
-    file: str
-    sha256: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    batch: int
-    error: float
-    tolerance: float
+from l0prune.features.onnx_in.operators import Host, numbers, tensor
+from l0prune.files.source_file import SourceFile
 
 
 @dataclass(frozen=True)
@@ -68,7 +47,7 @@ class OnnxNetwork(nn.Module):
         free: names of the sizes beside the batch that the file leaves free, by input and dim.
     """
 
-    origin: Origin
+    origin: SourceFile
     example_input_array: tuple[Tensor, ...] = ()
     fixed_batch: int = 0
 

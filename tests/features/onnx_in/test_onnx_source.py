@@ -18,7 +18,7 @@ from torch import nn
 import l0prune
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
-from l0prune.files import onnx_source
+from l0prune.features.onnx_in import source as onnx_source
 from l0prune.files.model_sources import load_model
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx_files import draws, node, written
 
-from l0prune.files.onnx_folding import folded
+from l0prune.features.onnx_in.folding import folded
 
 
 def kinds_and_weights(nodes, weights, tmp_path, sizes=("batch", 4), outputs=("y",)):

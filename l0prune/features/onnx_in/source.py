@@ -22,10 +22,12 @@ from torch import Tensor
 from l0prune.capture.last_place import RUNS, TIMES, moved
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import FileError, UsageError, first_line
-from l0prune.files.onnx_conversion import Graph, constant, network_of
-from l0prune.files.onnx_folding import folded
-from l0prune.files.onnx_network import OnnxNetwork, Origin, identifier
+from l0prune.features.onnx_in.conversion import Graph, constant, network_of
+from l0prune.features.onnx_in.folding import folded
+from l0prune.features.onnx_in.network import OnnxNetwork, identifier
+from l0prune.files.consent import SOURCES
 from l0prune.files.onnx_session import session_of
+from l0prune.files.source_file import SourceFile
 
 if TYPE_CHECKING:
     import onnx
@@ -73,7 +75,7 @@ def load_onnx(path: str) -> OnnxNetwork:
     graph, given = _graph(model, path)
     network, run = _converted(graph, given, session, path)
     batch = network.fixed_batch or 1
-    network.origin = Origin(
+    network.origin = SourceFile(
         path, digest, graph.inputs, graph.outputs, batch, run.error, run.tolerance
     )
     is_freed = _declared_batch(given) == 1 and not network.fixed_batch
@@ -86,6 +88,9 @@ def load_onnx(path: str) -> OnnxNetwork:
     )
     network.free = _free(given)
     return network.eval()
+
+
+SOURCES[".onnx"] = load_onnx
 
 
 def _converted(

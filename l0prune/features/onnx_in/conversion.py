@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from l0prune.errors import FileError, first_line
-from l0prune.files.onnx_network import OnnxNetwork, Step, class_of
-from l0prune.files.onnx_operators import LARGEST_HOST, OPERATORS
+from l0prune.features.onnx_in.network import OnnxNetwork, Step, class_of
+from l0prune.features.onnx_in.operators import LARGEST_HOST, OPERATORS
 
 if TYPE_CHECKING:
     import onnx
