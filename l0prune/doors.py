@@ -29,6 +29,7 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "sweep": ("sweep",),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),

@@ -24,11 +24,10 @@ from l0prune.exporting.handed_out import HandedOut
 from l0prune.exporting.network import copies_of
 from l0prune.exporting.notes import CHANGED
 from l0prune.exporting.onnx.file import describe
-from l0prune.exporting.onnx.older import check_opset
 from l0prune.exporting.onnx.other_runtimes import tried_elsewhere
 from l0prune.exporting.onnx.speedup import cut_facts, measured
 from l0prune.exporting.onnx.times import DenseNetwork
-from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart
+from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart, check_opset
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder

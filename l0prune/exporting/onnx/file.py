@@ -25,9 +25,10 @@ from l0prune.capture.compat import one_onnx_registry, pytree
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import inputs_of
 from l0prune.capture.threads import muted, one_at_a_time
+from l0prune.doors import provided
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names
-from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, is_large, move_out, of_older_opset
+from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.operators import (
     around_its_tensors,
     arrange_weights,
@@ -46,6 +47,8 @@ from l0prune.running.stages import stage
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
+
+FIRST_OF_PRESENT = 18  # opset that torch's present exporter writes
 
 
 _NAME = r"[A-Za-z_]\w*"
@@ -279,7 +282,8 @@ def _exported(
     optimize: bool,
 ) -> onnx_ir.Model:
     if opset is not None and opset < FIRST_OF_PRESENT:
-        return of_older_opset(program, opset, sizes)
+        older: onnx_ir.Model = provided("of_older_opset")(program, opset, sizes)
+        return older
     with one_onnx_registry():
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset

@@ -1,20 +1,14 @@
-"""ONNX files of opsets before 18, by torch's former exporter, and weights in separate files.
+"""ONNX files of opsets before 18, by torch's former exporter.
 
-The former exporter traces a forward with TorchScript. Here it traces the graph of the program that
-other files are made from, with sizes read from the tensors. Weights are in a separate file where
-both would be larger than 2 GB, which protobuf does not allow.
+It traces a forward with TorchScript. Here that is the graph of the program that other files are
+made from, with sizes read from the tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +18,9 @@ from torch.fx import GraphModule, Node
 
 from l0prune.capture.compat import EXPORTER_LOG, OpOverload, pytree, replaced
 from l0prune.capture.symbolic import inputs_of
-from l0prune.errors import L0pruneError, UsageError
+from l0prune.errors import L0pruneError
+from l0prune.exporting.onnx.external import LARGEST
+from l0prune.exporting.onnx.file import FIRST_OF_PRESENT
 from l0prune.infer.nodes import has_tensor, operator_name
 
 if TYPE_CHECKING:
@@ -32,65 +28,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-LARGEST = 2**31 - 1  # a protobuf file cannot be larger
-_ROOM = 0.95  # share of it for weights; the rest is for the graph
-
-
-@contextmanager
-def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new path for the weights of an ONNX file, if they need a separate file.
-
-    Enter the context before the ONNX file is made, leave it after the file has its name. So a kill
-    leaves the old file with its weights, or the new file with the new ones. On exit weights that
-    the file does not name are deleted: the old ones, or the new ones if it was not replaced.
-    """
-    target = Path(os.path.realpath(path))
-    ours = re.compile(re.escape(target.name) + r"\.[0-9a-f]{8}\.data")
-    try:
-        yield target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
-    finally:
-        with contextlib.suppress(OSError):  # leftovers only take space
-            found = [file for file in target.parent.iterdir() if ours.fullmatch(file.name)]
-            content = target.read_bytes() if found and target.exists() else b""
-            for file in found:
-                if file.name.encode() not in content:
-                    file.unlink()
-
-
-def is_large(model: onnx_ir.Model) -> bool:
-    """Check whether the weights of a model are too large for one file."""
-    weights = {id(value.const_value): value.const_value for value in _weights(model)}
-    return sum(tensor.nbytes for tensor in weights.values() if tensor) > _ROOM * LARGEST
-
-
-def move_out(model: onnx_ir.Model, data: Path) -> None:
-    """Move the weights of a model to an external data file, in place."""
-    import onnx_ir
-
-    onnx_ir.external_data.unload_from_model(model, data.parent, data.name)
-    with open(data, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _weights(model: onnx_ir.Model) -> list[onnx_ir.Value]:
-    return [value for graph in model.graphs() for value in graph.initializers.values()]
-
-
-FIRST_OF_PRESENT = 18
-_FIRST = 7  # the oldest that ONNX Runtime reads
 _ATEN = torch.ops.aten
-
-
-def check_opset(opset: int | None) -> None:
-    """Raise UsageError for an opset that neither exporter has."""
-    import onnx
-
-    latest = onnx.defs.onnx_opset_version()
-    if opset is not None and (type(opset) is not int or not _FIRST <= opset <= latest):
-        raise UsageError(
-            f"opset={opset!r}: give a number from {_FIRST} to {latest}, the latest that the "
-            f"installed onnx {onnx.__version__} knows"
-        )
 
 
 def of_older_opset(
