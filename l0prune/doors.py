@@ -29,6 +29,7 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "half": ("HalfFile",),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "sweep": ("sweep",),
@@ -159,7 +160,7 @@ class Registry(MutableMapping[str, T]):
 
     def register(self, kind: K) -> K:
         """Class decorator: make a class known by its ``name``."""
-        self[kind.name] = kind  # type: ignore[attr-defined]
+        self[kind.name] = kind  # type: ignore[attr-defined, assignment]
         return kind
 
     def named(self, name: str) -> T:

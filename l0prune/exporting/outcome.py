@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -32,10 +32,24 @@ from l0prune.selection.fidelity import Fidelity
 from l0prune.selection.fitting import times_on
 
 if TYPE_CHECKING:
-    from l0prune.exporting.onnx.half import Half
     from l0prune.exporting.onnx.int8 import Int8
 
 PRECISIONS = ("float64", "float32")
+
+
+class InHalf(Protocol):
+    """Comparison of a file in 16 bits with the file in float32 that it was made from."""
+
+    @property
+    def dtype(self) -> str:
+        """``float16`` or ``bfloat16``."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about weights and errors of the file; empty if there are none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,7 @@ class Outcome:
     asked: tuple[str, ...] = ()
     speedup: Speedup | None = None
     int8: Int8 | None = None
-    half: Half | None = None
+    half: InHalf | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: SourceFile | None = None

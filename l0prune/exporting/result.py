@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.threads import one_at_a_time
+from l0prune.doors import provided
 from l0prune.errors import UsageError, in_a_line, warn
 from l0prune.exporting.certify.certificate import Certificate, Check, Compared
 from l0prune.exporting.certify.dtypes import CPU, placed
@@ -147,9 +148,8 @@ class Export(Outcome):
         pieces, self._untimed = self._made.pieces, ""
         self.speedup = self.int8 = self.half = None
         if dtype is not None:
-            from l0prune.exporting.onnx import half as half_precision  # loads onnx
-
-            opset = half_precision.opset_for(dtype, opset, pieces)
+            in_half = provided("HalfFile")(dtype, opset, pieces)
+            opset = in_half.opset
         if int8 is not None:
             from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
 
@@ -166,8 +166,7 @@ class Export(Outcome):
                 target, _ = files.begin(eight_bits.path_of(file))
                 self.int8 = eight_bits.write_int8(proven, target, int8, self.ranges, compensate)
             if dtype is not None:
-                targets = files.begin(half_precision.path_of(file, dtype))
-                self.half = half_precision.write_half(proven, *targets, dtype, half_io)
+                self.half = in_half.write(proven, *files.begin(in_half.beside(file)), half_io)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files

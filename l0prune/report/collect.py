@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from l0prune.capture.weights import weights_of
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx.speedup import Speedup
+from l0prune.exporting.outcome import InHalf
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of, holder
@@ -51,7 +52,6 @@ from l0prune.timing.table import LatencyTable, Setting
 from l0prune.training.history import FACTS, NAME, History, Record
 
 if TYPE_CHECKING:
-    from l0prune.exporting.onnx.half import Half
     from l0prune.exporting.onnx.int8 import Int8
 
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
@@ -280,9 +280,9 @@ def _time(speedup: Speedup) -> Time:
     )
 
 
-def _others(small: Export) -> dict[str, Int8 | Half]:
+def _others(small: Export) -> dict[str, Int8 | InHalf]:
     """Return the results of the files with fewer bits beside the float32 one, by format."""
-    found: dict[str, Int8 | Half] = {} if small.int8 is None else {"int8": small.int8}
+    found: dict[str, Int8 | InHalf] = {} if small.int8 is None else {"int8": small.int8}
     return found if small.half is None else {**found, small.half.dtype: small.half}
 
 

@@ -15,9 +15,9 @@ from timed_network import gated
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.exporting.onnx import half
-from l0prune.exporting.onnx.half import in_half, rounded
 from l0prune.exporting.onnx.int8_search import relative_error
+from l0prune.features.half import file as half
+from l0prune.features.half.file import in_half, rounded
 from l0prune.files.onnx_session import session_of
 
 TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -132,13 +132,13 @@ def _half(errors, too_large=()):
 
 def test_what_is_no_such_dtype_is_refused():
     with pytest.raises(UsageError, match=r"'float8'.*float16 or bfloat16"):
-        half.opset_for("float8", None, [])
+        half.HalfFile("float8", None, [])
     with pytest.raises(UsageError, match="opset 18 has no convolutions in bfloat16: give 22"):
-        half.opset_for("bfloat16", 18, [_Whole])
+        half.HalfFile("bfloat16", 18, [_Whole])
     with pytest.raises(UsageError, match="becomes 2 ONNX files"):
-        half.opset_for("float16", None, [_Whole, _Whole])
-    assert half.opset_for("float16", 18, [_Whole]) == 18
-    assert half.opset_for("bfloat16", None, [_Whole]) == 22
+        half.HalfFile("float16", None, [_Whole, _Whole])
+    assert half.HalfFile("float16", 18, [_Whole]).opset == 18
+    assert half.HalfFile("bfloat16", None, [_Whole]).opset == 22
 
 
 class _Whole:

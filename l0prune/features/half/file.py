@@ -98,81 +98,85 @@ class Half:
         return asdict(self)
 
 
-def path_of(path: Path, dtype: str) -> Path:
-    """Return the path of the file in 16 bits beside a file: ``model.float16.onnx``."""
-    return path.with_name(f"{path.stem}.{dtype}{path.suffix}")
+class HalfFile:
+    """File in 16 bits beside one in float32.
 
-
-def opset_for(dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> int | None:
-    """Return the opset that both files have; None for the exporter's own choice.
-
-    Raises:
-        UsageError: the dtype is unknown, operators take it in later opsets only, or the model is
-            captured in parts.
-    """
-    if dtype not in _TYPES:
-        raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
-    way_on = "convert each of them (onnxruntime.transformers.float16)"
-    check_in_one(pieces, f"a file in {dtype}", way_on)
-    if dtype != "bfloat16" or (opset is not None and opset >= _FIRST_OF_BFLOAT16):
-        return opset
-    if opset is not None:
-        raise UsageError(
-            f"opset {opset} has no convolutions in bfloat16: give {_FIRST_OF_BFLOAT16} or more, or "
-            "leave opset out"
-        )
-    return _FIRST_OF_BFLOAT16
-
-
-def write_half(
-    proven: InFloat32, target: Path, data: Path, dtype: str, half_io: bool = False
-) -> Half:
-    """Write the file in 16 bits of a file in float32, and compare the two.
-
-    Args:
-        proven: the file in float32.
-        target: path of the file in 16 bits.
-        data: path of its weights, beside ``target``, if those of ``proven`` are in a separate file.
+    Attributes:
         dtype: ``float16`` or ``bfloat16``.
-        half_io: whether inputs and outputs are in this dtype, too.
-
-    Raises:
-        UsageError: the weights are too many for the converter.
-        L0pruneError: ONNX Runtime rejects the file.
+        opset: of both files; None for the exporter's own choice.
     """
-    single = onnx.load(str(proven.path))
-    if single.ByteSize() > LARGEST:
-        raise UsageError(
-            f"a file of more than 2 GB in float32 is not converted to {dtype}: ONNX Runtime's "
-            "converter holds it in one message. Export without dtype"
+
+    def __init__(self, dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
+        """Take what an export is to be written as.
+
+        Raises:
+            UsageError: the dtype is unknown, operators take it in later opsets only, or the model
+                is captured in parts.
+        """
+        if dtype not in _TYPES:
+            raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
+        way_on = "convert each of them (onnxruntime.transformers.float16)"
+        check_in_one(pieces, f"a file in {dtype}", way_on)
+        if dtype == "bfloat16":
+            opset = opset or _FIRST_OF_BFLOAT16
+            if opset < _FIRST_OF_BFLOAT16:
+                raise UsageError(
+                    f"opset {opset} has no convolutions in bfloat16: give {_FIRST_OF_BFLOAT16} or "
+                    "more, or leave opset out"
+                )
+        self.dtype, self.opset = dtype, opset
+
+    def beside(self, path: Path) -> Path:
+        """Return the path of this file beside another one: ``model.float16.onnx``."""
+        return path.with_name(f"{path.stem}.{self.dtype}{path.suffix}")
+
+    def write(self, proven: InFloat32, target: Path, data: Path, half_io: bool = False) -> Half:
+        """Write the file from the one in float32, and compare the two.
+
+        Args:
+            proven: the file in float32.
+            target: path of the file in 16 bits.
+            data: path of its weights, beside ``target``, if those of ``proven`` are in a separate
+                file.
+            half_io: whether inputs and outputs are in this dtype, too.
+
+        Raises:
+            UsageError: the weights are too many for the converter.
+            L0pruneError: ONNX Runtime rejects the file.
+        """
+        dtype, single = self.dtype, onnx.load(str(proven.path))
+        if single.ByteSize() > LARGEST:
+            raise UsageError(
+                f"a file of more than 2 GB in float32 is not converted to {dtype}: ONNX Runtime's "
+                "converter holds it in one message. Export without dtype"
+            )
+        with stage(f"converting the file to {dtype}"):
+            made, too_large = in_half(single, dtype, half_io=half_io)
+            converted = onnx_ir.from_proto(made)
+            if proven.is_apart:
+                move_out(converted, data)
+            target.write_bytes(onnx_ir.to_proto(converted).SerializeToString())
+        with stage(f"comparing the file in {dtype} with the one in float32"):
+            errors, agreement = _differences(single, dtype, proven.piece)
+        is_run = _is_run(target, proven.threads)
+        times, beside_dense = None, None
+        if is_run and proven.is_timed:
+            with stage("timing the file in 16 bits beside the one in float32"):
+                found = (target, proven.path, proven.dense, proven.piece, proven.threads)
+                times, beside_dense = times_beside(*found)
+        about_it = Half(
+            dtype=dtype,
+            errors=errors,
+            agreement=agreement,
+            compared=sum(examples_in(answer.inputs) for answer in proven.piece.answers),
+            too_large=tuple(too_large),
+            bytes=(made.ByteSize(), single.ByteSize()),
+            times=times,
+            beside_dense=beside_dense,
+            is_run=is_run,
         )
-    with stage(f"converting the file to {dtype}"):
-        made, too_large = in_half(single, dtype, half_io=half_io)
-        converted = onnx_ir.from_proto(made)
-        if proven.is_apart:
-            move_out(converted, data)
-        target.write_bytes(onnx_ir.to_proto(converted).SerializeToString())
-    with stage(f"comparing the file in {dtype} with the one in float32"):
-        errors, agreement = _differences(single, dtype, proven.piece)
-    is_run = _is_run(target, proven.threads)
-    times, beside_dense = None, None
-    if is_run and proven.is_timed:
-        with stage("timing the file in 16 bits beside the one in float32"):
-            found = (target, proven.path, proven.dense, proven.piece, proven.threads)
-            times, beside_dense = times_beside(*found)
-    about_it = Half(
-        dtype=dtype,
-        errors=errors,
-        agreement=agreement,
-        compared=sum(examples_in(answer.inputs) for answer in proven.piece.answers),
-        too_large=tuple(too_large),
-        bytes=(made.ByteSize(), single.ByteSize()),
-        times=times,
-        beside_dense=beside_dense,
-        is_run=is_run,
-    )
-    proven.describe(target, **{dtype: json.dumps(about_it.to_dict())})
-    return about_it
+        proven.describe(target, **{dtype: json.dumps(about_it.to_dict())})
+        return about_it
 
 
 def in_half(
