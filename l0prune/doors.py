@@ -32,6 +32,8 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "half": ("HalfFile",),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
+    "openvino": ("openvino", "openvino-int8"),
+    "phones": (".pte", ".tflite", "executorch", "litert"),
     "sweep": ("sweep",),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),
 }
@@ -55,6 +57,10 @@ class Feature:
         gates: kinds of gates (``gating/kinds/base.py``).
         measures: that a budget can be about (``plan/measures.py``).
         scores: one-shot scores of slots (``selection/scores.py``).
+        runtimes: that networks are timed on and made for (``timing/runtimes.py``).
+        formats: of programs, by the suffix of the file (``exporting/programs.py``).
+        file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
+            and return comparisons for the certificate.
         launchers: of the runs of a sweep (``features/sweep/launchers.py``).
     """
 
@@ -69,6 +75,9 @@ class Feature:
     gates: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, str] = field(default_factory=dict)
+    runtimes: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, str] = field(default_factory=dict)
+    file_checks: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -162,6 +171,10 @@ class Registry(MutableMapping[str, T]):
         """Class decorator: make a class known by its ``name``."""
         self[kind.name] = kind  # type: ignore[attr-defined, assignment]
         return kind
+
+    def knows(self, name: str) -> bool:
+        """Return whether a name is one of these, or would be with all built-in features."""
+        return name in self or missing(name) is not None
 
     def named(self, name: str) -> T:
         """Return the thing of this name.

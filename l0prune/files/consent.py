@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l0prune.doors import Registry, missing
+from l0prune.doors import Registry
 from l0prune.errors import FileError
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -84,8 +84,7 @@ def is_code(spec: str) -> bool:
 
 def is_read(spec: str) -> bool:
     """Return whether the spec is a file of a format that a network can be made of."""
-    suffix = Path(spec).suffix
-    return suffix in SOURCES or missing(suffix) is not None
+    return SOURCES.knows(Path(spec).suffix)
 
 
 def _request(spec: str) -> _Request | None:

@@ -24,7 +24,6 @@ from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import Network, copies_of, run
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.programs import Format, Run, check_installed, made
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.timing.facts import INPUT, NodeFacts, facts_of_node, number_of
@@ -384,34 +383,6 @@ class CudaGraph(Eager):
         with torch.cuda.graph(graph):
             run()
         return graph
-
-
-class Program(Eager):
-    """Runtime of mobile programs, on the CPU; operators are timed in PyTorch."""
-
-    def __init__(self, kind: Format, device: str, threads: int) -> None:
-        super().__init__(device, threads)
-        check_installed(kind)
-        self._kind, self.name = kind, kind.name
-        if self.device.type != "cpu":
-            raise UsageError(f"{kind.name} is timed on the processor (cpu), not on {device!r}")
-
-    @property
-    def version(self) -> str:
-        """Versions of the runtime and of PyTorch, whose networks are converted."""
-        return f"{self._kind.version()}, torch {torch.__version__}"
-
-    def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """Return the run of a network's program, converted at the first call for its sizes."""
-        loaded: list[Run] = []
-
-        def call(*args: Any, **kwargs: Any) -> list[Tensor]:
-            if not loaded:
-                content = made(self._kind, network, args, kwargs)
-                loaded.append(self._kind.loaded(content, self.threads))
-            return loaded[0]((args, kwargs))
-
-        return call
 
 
 class CudaGraphBf16(CudaGraph):

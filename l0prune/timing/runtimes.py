@@ -15,7 +15,6 @@ from l0prune.capture.compat import pytree
 from l0prune.doors import Registry
 from l0prune.errors import warn
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
 from l0prune.timing.eager import (
@@ -25,7 +24,6 @@ from l0prune.timing.eager import (
     CutGraphs,
     Eager,
     Inputs,
-    Program,
     facts_of,
 )
 from l0prune.timing.facts import FACTS, number_of, plan_id
@@ -166,7 +164,7 @@ class Torch:
         return lambda kept: collect.share(**turns.of_slots(kept, SECONDS))
 
 
-def _in_int8() -> Callable[[Any, dict[str, Any]], Any]:
+def in_int8() -> Callable[[Any, dict[str, Any]], Any]:
     """Return the conversion to int8; warn if times of int8 here do not hold elsewhere."""
     from l0prune.exporting.onnx.quantizer import has_dot_products, in_int8  # loads onnx
 
@@ -178,28 +176,15 @@ def _in_int8() -> Callable[[Any, dict[str, Any]], Any]:
     return in_int8
 
 
-def _openvino(providers: Sequence[str], name: str, convert: Any = None) -> Runtime:
-    from l0prune.timing.openvino import OpenVino  # derives from what is above
-
-    return OpenVino(providers, name, convert)
-
-
-RUNTIMES: Registry[Callable[[Sequence[str]], Runtime]] = Registry("runtime")
-RUNTIMES.update(
-    {
-        collect.NAME: OnnxRuntime,
-        "onnxruntime-int8": lambda providers: OnnxRuntime(
-            providers, "onnxruntime-int8", _in_int8()
-        ),
-        "openvino": lambda providers: _openvino(providers, "openvino"),
-        "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
-        "eager": lambda providers: Torch(Eager, providers),
-        "compile": lambda providers: Torch(Compiled, providers),
-        **{kind.name: partial(Torch, partial(Program, kind)) for kind in FORMATS.values()},
-        "cuda-graph": lambda providers: Torch(CudaGraph, providers or ["cuda"]),
-        "torch-cuda-bf16": lambda providers: Torch(CudaGraphBf16, providers or ["cuda"]),
-    }
+RUNTIMES: Registry[Callable[[Sequence[str]], Runtime]] = Registry("runtime", "runtimes")
+RUNTIMES[collect.NAME] = OnnxRuntime
+RUNTIMES["onnxruntime-int8"] = lambda providers: OnnxRuntime(
+    providers, "onnxruntime-int8", in_int8()
 )
+RUNTIMES["eager"] = partial(Torch, Eager)
+RUNTIMES["compile"] = partial(Torch, Compiled)
+RUNTIMES["cuda-graph"] = lambda providers: Torch(CudaGraph, providers or ["cuda"])
+RUNTIMES["torch-cuda-bf16"] = lambda providers: Torch(CudaGraphBf16, providers or ["cuda"])
 
 
 def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:

@@ -1,4 +1,4 @@
-"""Checks of ONNX files in installed runtimes other than ONNX Runtime."""
+"""Check of ONNX files in OpenVINO, where that is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from l0prune.exporting.state import Carrying
 from l0prune.running.stages import stage
 
 
-def tried_elsewhere(path: Path, piece: ExportedPart) -> list[Check]:
+def openvino(path: Path, piece: ExportedPart) -> list[Check]:
     """Run a file in OpenVINO if installed; return the checks that agree with the gated model.
 
     Failures and differences only give a warning: ONNX Runtime has shown by then that the file is

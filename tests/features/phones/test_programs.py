@@ -9,7 +9,8 @@ import l0prune
 from l0prune.errors import CertificateError, L0pruneError, UsageError
 from l0prune.exporting import programs
 from l0prune.exporting.programs import FORMATS
-from l0prune.timing.eager import Program
+from l0prune.features.phones.formats import ExecuTorch
+from l0prune.features.phones.runtimes import Program
 from l0prune.timing.runtimes import AlternatingTimer, runtime_of
 
 # Their own imports warn.
@@ -62,7 +63,7 @@ def test_without_it_the_way_on_is_said(ending, monkeypatch):
         programs.made(kind, nn.Linear(2, 2), (torch.zeros(1, 2),), {})
 
 
-class Odd(programs.ExecuTorch):
+class Odd(ExecuTorch):
     """A format whose programs add to each output."""
 
     packages = ("torch",)

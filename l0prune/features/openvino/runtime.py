@@ -12,6 +12,7 @@ from typing import Any
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing.onnx_files import OnnxFiles
+from l0prune.timing.runtimes import RUNTIMES, in_int8
 
 
 class OpenVino(OnnxFiles):
@@ -66,3 +67,7 @@ class _Network:
         """Return the median in milliseconds, by wall clock: OpenVINO works in separate threads."""
         run = partial(self.request.infer, inputs)
         return statistics.median(collect.milliseconds(run, False) for _ in range(times))
+
+
+RUNTIMES["openvino"] = lambda providers: OpenVino(providers, "openvino")
+RUNTIMES["openvino-int8"] = lambda providers: OpenVino(providers, "openvino-int8", in_int8())

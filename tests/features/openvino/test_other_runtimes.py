@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.exporting.onnx import other_runtimes
+from l0prune.features.openvino import check as other_runtimes
 
 
 @pytest.fixture(scope="module")
