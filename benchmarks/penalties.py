@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from benchmarks.isolation import ROOT, parser_of
-from l0prune.cli.recipe_files import load
-from l0prune.cli.recipe_run import run
+from l0prune.features.recipes.files import load
+from l0prune.features.recipes.runs import run
 from l0prune.training.shrinkage import PENALTIES
 
 GATES = {"gates": (), "gates-alike": ("finetune.start=alike",)}

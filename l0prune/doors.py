@@ -34,6 +34,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),
     "phones": (".pte", ".tflite", "executorch", "litert"),
+    "recipes": ("run", "recipes"),
     "sweep": ("sweep",),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),
 }
@@ -47,7 +48,8 @@ class Feature:
         package: that it is in; the last part of it is the feature's name.
         needs: other features that it imports. It is there only where they are.
         names: public names of ``l0prune``.
-        commands: of the command line, each a function with options in the way of typer.
+        commands: of the command line, each a function with options in the way of typer, or a group
+            of such (``typer.Typer``).
         options: of its commands, by parameter name, for each group of ``--help``.
         functions: that the core asks for, by ``provided``.
         sources: of models, by what is before the colon of a spec, or the suffix of a file

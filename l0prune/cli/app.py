@@ -13,7 +13,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from l0prune.cli import runs
 from l0prune.cli.evaluate import evaluate
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
@@ -22,6 +21,7 @@ from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import GroupedCommand
 from l0prune.cli.measure import measure
 from l0prune.cli.messages import own_warnings, run_command
+from l0prune.cli.report import report
 from l0prune.cli.shrink import shrink
 from l0prune.doors import behind, missing
 from l0prune.errors import UsageError
@@ -52,13 +52,15 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
-COMMANDS = (
-    *(survey, gate, measure, fit, shrink, finetune, export, evaluate),
-    *(runs.run, runs.report),
-)
-for command in (*COMMANDS, *(each.load("commands", name) for name, each in behind("commands"))):
+COMMANDS = (survey, gate, measure, fit, shrink, finetune, export, evaluate, report)
+for command in COMMANDS:
     app.command(cls=GroupedCommand)(command)
-app.add_typer(runs.app, name="recipes")
+for name, feature in behind("commands"):
+    found = feature.load("commands", name)
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+    else:
+        app.command(cls=GroupedCommand)(found)
 
 
 # Spins of a waiting libgomp thread before it sleeps, about half a millisecond. With the default of

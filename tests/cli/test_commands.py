@@ -14,7 +14,7 @@ from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
+from l0prune.features.recipes import files as recipe_files
 from l0prune.plan import measures
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES

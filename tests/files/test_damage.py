@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.errors import FileError, L0pruneError
+from l0prune.features.recipes import files as recipe_files
 from l0prune.files.checked_json import sealed
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS
 from l0prune.report.collect import training_in

@@ -4,6 +4,7 @@ from l0prune.doors import Feature
 
 FEATURE = Feature(
     __name__,
+    needs=("recipes",),
     commands={"sweep": "command"},
     options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job")},
     launchers={"processes": "launchers", "submitit": "launchers", "ray": "launchers"},

@@ -71,7 +71,7 @@ def sweep(
     """
     if is_launched():
         raise UsageError("a sweep starts its runs by itself: leave torchrun out")
-    from l0prune.cli import recipe_files  # loads torch, as do the next ones
+    from l0prune.features.recipes import files as recipe_files  # loads torch, as do the next ones
     from l0prune.features.sweep import grid, runs
     from l0prune.features.sweep.launchers import launcher
     from l0prune.files.atomic import claimed

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from l0prune.cli import recipe_files
 from l0prune.cli.options import key_and_value
-from l0prune.cli.recipe_files import Recipe
 from l0prune.errors import UsageError
+from l0prune.features.recipes import files as recipe_files
+from l0prune.features.recipes.files import Recipe
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import read_json
 

@@ -12,8 +12,8 @@ import pytest
 from commands import COMMAND, ENVIRONMENT, run
 
 import l0prune
-from l0prune.cli.recipe_files import load
 from l0prune.errors import UsageError
+from l0prune.features.recipes.files import load
 from l0prune.features.sweep import launchers
 from l0prune.features.sweep.grid import asked, points
 from l0prune.features.sweep.runs import result_of

@@ -5,9 +5,9 @@ import torch
 from onnxruntime import InferenceSession
 
 import l0prune
-from l0prune.cli.recipe_files import load
-from l0prune.cli.recipe_run import run
 from l0prune.errors import UsageError
+from l0prune.features.recipes.files import load
+from l0prune.features.recipes.runs import run
 
 CODE = """
 import torch

@@ -13,10 +13,10 @@ import torch
 import l0prune
 from l0prune.cli.gate import gate as command_gate
 from l0prune.cli.messages import announced
-from l0prune.cli.recipe_files import GateSection, builtin, load
-from l0prune.cli.recipe_run import run
-from l0prune.cli.runs import _table
 from l0prune.errors import DataError, FileError, UsageError
+from l0prune.features.recipes.command import _table
+from l0prune.features.recipes.files import GateSection, builtin, load
+from l0prune.features.recipes.runs import run
 from l0prune.plan.limits import limits
 from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings

@@ -11,9 +11,9 @@ from onnxruntime import InferenceSession
 from sounds import cents_of, tone, tones
 from torch import nn
 
-from l0prune.cli.recipe_files import load
-from l0prune.cli.recipe_run import run
 from l0prune.errors import UsageError
+from l0prune.features.recipes.files import load
+from l0prune.features.recipes.runs import run
 from l0prune.plan.limits import limits
 from l0prune.training.settings import Settings
 

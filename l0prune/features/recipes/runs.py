@@ -17,11 +17,17 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.cli.recipe_files import ExitsSection, FitSection, GateSection, Recipe, RoundSection
 from l0prune.data.dataset import as_arguments, chosen
 from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
+from l0prune.features.recipes.files import (
+    ExitsSection,
+    FitSection,
+    GateSection,
+    Recipe,
+    RoundSection,
+)
 from l0prune.files.atomic import claimed, write_whole
 from l0prune.files.checked_json import read_json
 from l0prune.files.consent import is_code

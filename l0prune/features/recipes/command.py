@@ -1,4 +1,4 @@
-"""``l0prune run``, ``l0prune recipes`` and ``l0prune report``: runs of recipes, and reports."""
+"""``l0prune run`` and ``l0prune recipes``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from l0prune.cli.messages import announced, emit, say
 from l0prune.errors import UsageError
 from l0prune.running.environment import is_launched
 
-RUNS = ("*.run", "runs/*")  # folders of `finetune` and `run`
-
-app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
+recipes = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
 
 def run(
@@ -50,10 +48,10 @@ def run(
             "a recipe runs in one process; torchrun goes with `l0prune finetune`, between "
             "`l0prune gate` and `l0prune export`"
         )
-    from l0prune.cli import recipe_files
-    from l0prune.cli.recipe_run import run as run_recipe  # loads torch
+    from l0prune.features.recipes import files
+    from l0prune.features.recipes.runs import run as run_recipe  # loads torch
 
-    loaded = recipe_files.load(recipe, overrides or [])
+    loaded = files.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
     with announced(say):
@@ -107,43 +105,7 @@ def _table(result: dict) -> Table:
     return table
 
 
-def report(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run's folder, or a report.json; default: the newest run here."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The page; default report.html in the run's folder.")
-    ] = None,
-    json: options.Json = False,
-) -> None:
-    """Write the page of a run: gains, certificate, cuts by layer, and training curves.
-
-    Of a folder of several runs it compares them. It is one file that needs no network, made from
-    report.json alone, or from what an older run has left.
-
-    Examples:
-        l0prune report
-        l0prune report runs/digits-wide --out page.html
-        l0prune report runs
-    """
-    from l0prune.report.report import report_of  # loads torch
-
-    path = run or _newest()
-    page, data = report_of(path).save(out or (path if path.is_dir() else path.with_suffix(".html")))
-    emit({"page": str(page), "data": str(data)}, json, f"{page} written")
-
-
-def _newest() -> Path:
-    found = [path for pattern in RUNS for path in Path().glob(pattern) if path.is_dir()]
-    if not found:
-        raise UsageError(
-            "there is no run here (MODEL.run, runs/NAME): name its folder, or a report.json."
-        )
-    return max(found, key=lambda path: path.stat().st_mtime)
-
-
-@app.command("ls", cls=GroupedCommand)
+@recipes.command("ls", cls=GroupedCommand)
 def ls(json: options.Json = False) -> None:
     """List the recipes.
 
@@ -151,16 +113,16 @@ def ls(json: options.Json = False) -> None:
         l0prune recipes ls
         l0prune recipes ls --json
     """
-    from l0prune.cli import recipe_files  # loads torch
+    from l0prune.features.recipes import files  # loads torch
 
-    found = recipe_files.builtin()
+    found = files.builtin()
     table = Table("recipe", "what it does")
     for name, recipe in found.items():
         table.add_row(name, recipe.description)
     emit({name: recipe.description for name, recipe in found.items()}, json, table)
 
 
-@app.command("show", cls=GroupedCommand)
+@recipes.command("show", cls=GroupedCommand)
 def show(name: options.Recipe) -> None:
     """Print a recipe, to read or to start one of your own from.
 
@@ -168,8 +130,8 @@ def show(name: options.Recipe) -> None:
         l0prune recipes show digits-wide
         l0prune recipes show digits-wide > my.toml && l0prune run my.toml
     """
-    from l0prune.cli import recipe_files  # loads torch
+    from l0prune.features.recipes import files  # loads torch
 
     sys.stdout.flush()
-    sys.stdout.buffer.write(recipe_files.find(name).read_bytes())  # a console would wrap its lines
+    sys.stdout.buffer.write(files.find(name).read_bytes())  # a console would wrap its lines
     sys.stdout.buffer.flush()
