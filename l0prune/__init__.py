@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from l0prune.exporting.result import Export
     from l0prune.features.experts.cut import shrink_experts
     from l0prune.features.experts.result import FewerExperts
+    from l0prune.features.unlabelled.compensate import Compensation, compensate
+    from l0prune.features.unlabelled.shrink import shrink
     from l0prune.features.vocabulary.cut import shrink_vocabulary
     from l0prune.features.vocabulary.result import SmallerVocabulary
     from l0prune.files.artifact import load, read_info, save
@@ -33,13 +35,11 @@ if TYPE_CHECKING:
     from l0prune.plan.measures import Measure
     from l0prune.report.live import finetune, train_dense
     from l0prune.report.report import Report
-    from l0prune.report.shrink import shrink
     from l0prune.report.survey import Survey, survey
     from l0prune.running.evaluate import evaluate
     from l0prune.running.sources import load_data, with_pseudo_labels
     from l0prune.running.task import Task
     from l0prune.selection import scores
-    from l0prune.selection.compensate import Compensation, compensate
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
     from l0prune.timing.measure import measure
@@ -59,7 +59,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "BinaryConcrete": "gating.kinds.binary_concrete",
     "Budget": "training.budget",
-    "Compensation": "selection.compensate",
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
@@ -80,7 +79,6 @@ _HOMES = {
     "add_exits": "training.exits",
     "add_input_gates": "training.input_gates",
     "choose_exits": "exporting.exits.early_exits",
-    "compensate": "selection.compensate",
     "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
@@ -104,7 +102,6 @@ _HOMES = {
     "save_skipping": "exporting.exits.skip_file",
     "score": "selection.scores",
     "scores": "selection",
-    "shrink": "report.shrink",
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",

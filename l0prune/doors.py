@@ -36,6 +36,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "phones": (".pte", ".tflite", "executorch", "litert"),
     "recipes": ("run", "recipes"),
     "sweep": ("sweep",),
+    "unlabelled": ("Compensation", "compensate", "shrink", "fit_compensated"),
     "vocabulary": ("SmallerVocabulary", "shrink_vocabulary", "vocabulary"),
 }
 

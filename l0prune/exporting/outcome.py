@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -28,7 +28,6 @@ from l0prune.plan.switches import gone
 from l0prune.plan.targets import TARGET
 from l0prune.plan.width_times import are_in_blocks
 from l0prune.running.environment import as_html
-from l0prune.selection.fidelity import Fidelity
 from l0prune.selection.fitting import times_on
 
 if TYPE_CHECKING:
@@ -52,17 +51,30 @@ class InHalf(Protocol):
         """Return the comparison as plain data."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A network that ``shrink`` tried for a tolerance.
+class Nearness(Protocol):
+    """Nearness of a network's outputs to those of another one, on held-out inputs."""
 
-    Attributes:
-        share: the requested share of the MACs.
-        fidelity: nearness of its outputs to the original's.
-    """
+    @property
+    def agreement(self) -> float | None:
+        """Share of examples that get the same class; None without classes."""
 
-    share: float
-    fidelity: Fidelity
+    @property
+    def error(self) -> float:
+        """Part of the outputs' variance that is error."""
+
+
+class Tried(Protocol):
+    """A network that ``shrink`` tried for a tolerance: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def share(self) -> float:
+        """The requested share of the MACs."""
+
+    @property
+    def fidelity(self) -> Nearness:
+        """Nearness of its outputs to the original's."""
 
 
 @dataclass
@@ -126,8 +138,8 @@ class Outcome:
     preprocessing: Preprocessing | None = None
     source: SourceFile | None = None
     ranges: Ranges | None = field(default=None, repr=False)
-    fidelity: Fidelity | None = None
-    curve: tuple[Step, ...] = ()
+    fidelity: Nearness | None = None
+    curve: tuple[Tried, ...] = ()
     changed: bool = False
     _untimed: str = field(default="", repr=False)
 

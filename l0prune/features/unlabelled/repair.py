@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.multiplying import along
-from l0prune.plan.plan import Plan
-from l0prune.selection.joint import Part, solve_together
-from l0prune.selection.least_squares import Moments, Solution, solve
-from l0prune.selection.lockstep import (
+from l0prune.features.unlabelled.joint import Part, solve_together
+from l0prune.features.unlabelled.lockstep import (
     OTHER_WAYS,
     Read,
     Reader,
@@ -31,8 +28,11 @@ from l0prune.selection.lockstep import (
     forwards,
     places_of,
 )
+from l0prune.features.unlabelled.uses import norm_of, uses_of
+from l0prune.gating.multiplying import along
+from l0prune.plan.plan import Plan
+from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.matrices import by_channel
-from l0prune.selection.uses import norm_of, uses_of
 
 _ROWS = 1 << 19  # of one layer, at most: neighbouring positions of maps are much alike
 _LARGEST = 5120  # most features for a full covariance, …

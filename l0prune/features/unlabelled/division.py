@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import DataError, UsageError
-from l0prune.gating.multiplying import along
-from l0prune.plan.globs import listed
-from l0prune.plan.layout import axes_of
-from l0prune.plan.limits import Bound
-from l0prune.plan.plan import Plan
-from l0prune.selection.fitting import Fitting
-from l0prune.selection.least_squares import Moments
-from l0prune.selection.lockstep import (
+from l0prune.features.unlabelled.lockstep import (
     OTHER_WAYS,
     Read,
     View,
@@ -39,8 +32,15 @@ from l0prune.selection.lockstep import (
     forwards,
     places_of,
 )
+from l0prune.features.unlabelled.uses import uses_of
+from l0prune.gating.multiplying import along
+from l0prune.plan.globs import listed
+from l0prune.plan.layout import axes_of
+from l0prune.plan.limits import Bound
+from l0prune.plan.plan import Plan
+from l0prune.selection.fitting import Fitting
+from l0prune.selection.least_squares import Moments
 from l0prune.selection.matrices import by_channel
-from l0prune.selection.uses import uses_of
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
 _LARGEST = 2304  # most features for a full covariance

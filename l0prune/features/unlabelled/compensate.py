@@ -20,6 +20,17 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import evaluating
 from l0prune.errors import DataError, warn
+from l0prune.features.unlabelled.division import PROBES, Division
+from l0prune.features.unlabelled.fidelity import (
+    Classes,
+    Fidelity,
+    answers_of,
+    classes_of,
+    divergence,
+    fidelity,
+    relative_error,
+)
+from l0prune.features.unlabelled.repair import Tandem
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
@@ -31,17 +42,6 @@ from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.stages import stage
 from l0prune.running.task import batch_length
-from l0prune.selection.division import PROBES, Division
-from l0prune.selection.fidelity import (
-    Classes,
-    Fidelity,
-    answers_of,
-    classes_of,
-    divergence,
-    fidelity,
-    relative_error,
-)
-from l0prune.selection.repair import Tandem
 
 _FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.features.unlabelled.division import Division, _pooled
+from l0prune.features.unlabelled.fidelity import relative_error
 from l0prune.gating.attaching import bypass
 from l0prune.plan.limits import bounds, limits
-from l0prune.selection.division import Division, _pooled
-from l0prune.selection.fidelity import relative_error
 
 
 def network():
@@ -84,7 +84,7 @@ def test_a_layer_that_is_called_twice_is_compared_with_both_calls_changed():
 
 @pytest.mark.parametrize("most", [0, 400 * 12 * 4, 1 << 20])
 def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
-    monkeypatch.setattr("l0prune.selection.division._KEPT", most)
+    monkeypatch.setattr("l0prune.features.unlabelled.division._KEPT", most)
     torch.manual_seed(0)
     layers = [nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 8), nn.ReLU(inplace=True)]
     model, x = nn.Sequential(*layers, nn.Linear(8, 3)).eval(), torch.randn(400, 6)

@@ -14,8 +14,16 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.export import export
-from l0prune.exporting.outcome import Step
 from l0prune.exporting.result import Export
+from l0prune.features.unlabelled.compensate import (
+    BATCH_SIZE,
+    SAMPLES,
+    Calibration,
+    calibration,
+)
+from l0prune.features.unlabelled.division import Division
+from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
+from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
@@ -25,15 +33,7 @@ from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
-from l0prune.selection.compensate import (
-    BATCH_SIZE,
-    SAMPLES,
-    Calibration,
-    calibration,
-)
-from l0prune.selection.division import Division
-from l0prune.selection.fidelity import Classes, Fidelity, fidelity
-from l0prune.selection.fit import check_request, fit_and_compensate, table_if_needed
+from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
@@ -142,6 +142,19 @@ def shrink(
     result.fidelity = judge.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A network that ``shrink`` tried for a tolerance.
+
+    Attributes:
+        share: the requested share of the MACs.
+        fidelity: nearness of its outputs to the original's.
+    """
+
+    share: float
+    fidelity: Fidelity
 
 
 @dataclass(frozen=True, slots=True)

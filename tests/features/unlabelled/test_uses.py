@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from l0prune.selection.uses import uses_of
+from l0prune.features.unlabelled.uses import uses_of
 
 
 class Levels(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.features.unlabelled.lockstep import real_places
 from l0prune.running.batches import call
 from l0prune.running.criteria import class_dim, describe, is_classification, tensor_output
-from l0prune.selection.lockstep import real_places
 from l0prune.selection.score_input import output_tensor
 
 _NOTHING = 1e-30  # instead of a variance of zero

@@ -6,9 +6,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.features.unlabelled import shrink as module
+from l0prune.features.unlabelled.fidelity import fidelity
 from l0prune.plan.numbers import tolerance_of
-from l0prune.report import shrink as module
-from l0prune.selection.fidelity import fidelity
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     with pytest.warns(L0pruneWarning, match="undone"):
         found = l0prune.shrink(model, inputs, recover=1, **options)
     assert found.fidelity == wanted.fidelity
-    monkeypatch.setattr("l0prune.report.shrink._RATE", 1e-3)
+    monkeypatch.setattr("l0prune.features.unlabelled.shrink._RATE", 1e-3)
     assert (
         l0prune.shrink(model, inputs, recover=3, **options).fidelity.error < wanted.fidelity.error
     )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from l0prune.selection.joint import Part, solve_together
+from l0prune.features.unlabelled.joint import Part, solve_together
 from l0prune.selection.least_squares import Moments
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import L0pruneWarning, UsageError
-from l0prune.selection.compensate import Compensation
-from l0prune.selection.fidelity import Classes, Fidelity, classes_of, fidelity
+from l0prune.features.unlabelled.compensate import Compensation
+from l0prune.features.unlabelled.fidelity import Classes, Fidelity, classes_of, fidelity
 
 SCORES = torch.randn(4, 5, 7)
 

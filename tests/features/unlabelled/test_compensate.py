@@ -7,7 +7,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
-from l0prune.selection.fidelity import divergence, fidelity
+from l0prune.features.unlabelled.fidelity import divergence, fidelity
 
 
 def closed(model, axis, slots):
@@ -72,7 +72,7 @@ class Called(nn.Module):
 @pytest.mark.parametrize("part", [20, 1 << 22])  # some places at a time, or all
 @pytest.mark.parametrize("around", [nn.Identity, Called])
 def test_agreement_and_divergence_are_over_classes(around, part, monkeypatch):
-    monkeypatch.setattr("l0prune.selection.fidelity._PART", part)
+    monkeypatch.setattr("l0prune.features.unlabelled.fidelity._PART", part)
     one, other = nn.Conv1d(3, 4, 1), nn.Conv1d(3, 4, 1)
     x = torch.randn(8, 3, 6)
     wanted, found = one(x).mT, other(x).mT  # classes last
@@ -377,7 +377,7 @@ def test_padding_says_nothing():
 
 @pytest.mark.parametrize("size", [1, 3, 12])
 def test_error_is_over_the_variance_of_all_examples(size, monkeypatch):
-    monkeypatch.setattr("l0prune.selection.fidelity._PART", 7)
+    monkeypatch.setattr("l0prune.features.unlabelled.fidelity._PART", 7)
     torch.manual_seed(0)
     dense, other, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(12, 4)
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from l0prune.selection.lockstep import Weights, forwards, places_of
+from l0prune.features.unlabelled.lockstep import Weights, forwards, places_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_features_of_one_channel_are_those_of_a_kernel_or_a_flatten(layer, shape
 
 
 def test_rows_come_in_small_blocks_each_once_and_without_padding(monkeypatch):
-    monkeypatch.setattr("l0prune.selection.lockstep._BLOCK", 7 * (4 + 2))
+    monkeypatch.setattr("l0prune.features.unlabelled.lockstep._BLOCK", 7 * (4 + 2))
     layer = nn.Linear(4, 2)
     batch = {"input": torch.zeros(5, 4)}
     with torch.no_grad(), forwards(layer, [batch], Weights(layer)) as (forward,):

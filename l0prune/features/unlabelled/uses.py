@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import OpOverload, schema_of
-from l0prune.selection.lockstep import Read, Reader, View, Weights, forwards
+from l0prune.features.unlabelled.lockstep import Read, Reader, View, Weights, forwards
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
