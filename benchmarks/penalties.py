@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.isolation import ROOT, parser_of
+from l0prune.features.penalties.shrinkage import PENALTIES
 from l0prune.features.recipes.files import load
 from l0prune.features.recipes.runs import run
-from l0prune.training.shrinkage import PENALTIES
 
 GATES = {"gates": (), "gates-alike": ("finetune.start=alike",)}
 SHORT = ("finetune.budget=macs=0.25", "finetune.epochs=15")  # of the default recipe

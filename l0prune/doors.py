@@ -33,6 +33,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),
+    "penalties": ("penalty_of", "shrinkage_of", "gsm_defaults"),
     "phones": (".pte", ".tflite", "executorch", "litert"),
     "recipes": ("run", "recipes"),
     "sweep": ("sweep",),
@@ -60,6 +61,7 @@ class Feature:
         gates: kinds of gates (``gating/kinds/base.py``).
         measures: that a budget can be about (``plan/measures.py``).
         scores: one-shot scores of slots (``selection/scores.py``).
+        penalties: on the sizes of weights (``features/penalties/shrinkage.py``).
         runtimes: that networks are timed on and made for (``timing/runtimes.py``).
         formats: of programs, by the suffix of the file (``exporting/programs.py``).
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
@@ -78,6 +80,7 @@ class Feature:
     gates: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, str] = field(default_factory=dict)
+    penalties: Mapping[str, str] = field(default_factory=dict)
     runtimes: Mapping[str, str] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
     file_checks: Mapping[str, str] = field(default_factory=dict)

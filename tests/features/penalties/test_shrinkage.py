@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from l0prune.errors import UsageError
-from l0prune.training import shrinkage
+from l0prune.features.penalties import shrinkage
 
 GRID = np.linspace(0, 6, 20_001)
 STEP = GRID[1]
@@ -117,7 +117,7 @@ def test_a_penalty_is_one_registered_class():
             return t / (1 + tau)
 
     assert isinstance(shrinkage.shrinkage_of("ridge"), shrinkage.Shrinkage)
-    del shrinkage._known["ridge"]
+    del shrinkage.PENALTIES["ridge"]
     assert shrinkage.shrinkage_of("group-mcp") == shrinkage.Mcp()
     with pytest.raises(UsageError, match=r"no penalty 'ridge'; there are group-lasso"):
         shrinkage.shrinkage_of("ridge")

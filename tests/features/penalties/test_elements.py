@@ -8,8 +8,8 @@ from torch.nn.functional import softshrink
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.features.penalties.shrinkage import PENALTIES
 from l0prune.gating.attaching import weights_of
-from l0prune.training.shrinkage import PENALTIES
 
 NAMES = ("0.weight", "2.weight")
 

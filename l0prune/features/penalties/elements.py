@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
+from l0prune.features.penalties.groups import GroupPenalty, check_unlearned, close, erase
+from l0prune.features.penalties.gsm import SparseMomentum, check_decay, saliency
+from l0prune.features.penalties.shrinkage import shrinkage_of
+from l0prune.features.penalties.slot_groups import Groups, Metric
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.running.processes import is_sharded
 from l0prune.training.budget import RATE, Budget, ahead_of, ascended, passed_of
 from l0prune.training.gate_settings import GateSettings
-from l0prune.training.group_penalty import GroupPenalty, check_unlearned, close, erase, stand
-from l0prune.training.gsm import SparseMomentum, check_decay, saliency
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
-from l0prune.training.shrinkage import shrinkage_of
-from l0prune.training.slot_groups import Groups, Metric
+from l0prune.training.start import stand
 
 _EVERY = 10  # steps between two projections
 
@@ -36,13 +37,11 @@ def penalty_of(
     n: int | None,
     phases: Phases,
     budget: Budget | None,
-) -> GroupPenalty | ElementPenalty | None:
-    """Return the penalty that the settings name, for one run; None without."""
-    if settings.penalty is None:
-        return None
+) -> GroupPenalty | ElementPenalty:
+    """Return the penalty that the settings name, for one run."""
     if settings.elements is not None:
         return ElementPenalty(model, gates, settings, n, phases)
-    masks = getattr(shrinkage_of(settings.penalty), "masks", False)
+    masks = getattr(shrinkage_of(str(settings.penalty)), "masks", False)
     kind = SparseMomentum if masks else GroupPenalty
     return kind(model, gates, settings, n, phases, budget)
 

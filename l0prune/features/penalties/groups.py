@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
+from l0prune.features.penalties.shrinkage import GroupLasso, shrinkage_of
+from l0prune.features.penalties.slot_groups import Groups, Metric, Part, squares
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.training.budget import Budget
@@ -24,8 +26,7 @@ from l0prune.training.gate_settings import GateSettings
 from l0prune.training.input_cost import input_gated
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
-from l0prune.training.shrinkage import GroupLasso, shrinkage_of
-from l0prune.training.slot_groups import Groups, Metric, Part, squares
+from l0prune.training.start import stand
 
 _EVERY = 10  # steps between two looks at which groups a budget would keep
 _ROUNDS = 20  # of Newton's method at most
@@ -254,13 +255,6 @@ def check_unlearned(gates: Gates) -> None:
             "slots cannot be added to them: leave penalty out, or ungate the model and gate it "
             "anew"
         )
-
-
-@torch.no_grad()
-def stand(gates: Gates) -> None:
-    """Set all open gates to the same log α, at which z is 1."""
-    starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
-    gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
 
 
 def close(gates: Gates, slots: Tensor) -> None:

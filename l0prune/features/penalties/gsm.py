@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
-from l0prune.training.group_penalty import GroupPenalty
+from l0prune.features.penalties.groups import GroupPenalty
 from l0prune.training.settings import Settings
 
 _EVERY = 10  # steps between two looks at how many slots the budget keeps
@@ -38,7 +38,7 @@ def default_decay(rate: float, momentum: float, steps: int) -> float:
     return min(_MOST, _DECAY * (1 - momentum) / (max(rate, 1e-12) * max(steps, 1)))
 
 
-def with_defaults(settings: Settings, steps: int) -> Settings:
+def gsm_defaults(settings: Settings, steps: int) -> Settings:
     """Return settings with the paper's momentum and a default weight decay, unless given.
 
     Slots that the loss reaches until the end of the budget's ramp have the rest of the ``steps``

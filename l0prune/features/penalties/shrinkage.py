@@ -42,7 +42,7 @@ class Shrinkage(Protocol):
         ...
 
 
-PENALTIES: Registry[type[Shrinkage]] = Registry("penalty")
+PENALTIES: Registry[type[Shrinkage]] = Registry("penalty", "penalties")
 register = PENALTIES.register
 
 

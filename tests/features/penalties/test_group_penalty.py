@@ -9,10 +9,10 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.features.penalties.groups import _in_metric
+from l0prune.features.penalties.shrinkage import PENALTIES
+from l0prune.features.penalties.slot_groups import Groups, Metric, squares
 from l0prune.gating.attaching import bypass
-from l0prune.training.group_penalty import _in_metric
-from l0prune.training.shrinkage import PENALTIES
-from l0prune.training.slot_groups import Groups, Metric, squares
 
 
 def mlp(**settings):

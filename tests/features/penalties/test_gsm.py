@@ -10,7 +10,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.training.gsm import with_defaults
+from l0prune.features.penalties.gsm import gsm_defaults
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.02
 
@@ -112,14 +112,14 @@ def test_slots_that_have_decayed_are_closed_and_cut_in_training_and_a_run_goes_o
 
 def test_what_only_decays_shrinks_by_a_factor_that_is_known():
     settings = l0prune.Settings.of({"optimizer": "gsm", "budget": "macs=0.5", "lr": 0.03})
-    found = with_defaults(settings, 30_000)
+    found = gsm_defaults(settings, 30_000)
     w, z = 1.0, 0.0
     for _ in range(12_000):  # after the target has sunk
         z = found.momentum * z + found.weight_decay * w
         w -= found.lr * z
     assert math.log(w) == pytest.approx(-10, rel=0.05)
     given = settings.model_copy(update={"weight_decay": 0.02, "momentum": 0.5})
-    assert with_defaults(given, 100) == given
+    assert gsm_defaults(given, 100) == given
 
 
 def test_penalty_and_optimizer_are_one_setting():
