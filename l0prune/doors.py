@@ -30,6 +30,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
     "half": ("HalfFile",),
+    "loadable": ("loadable", "write_for_vllm"),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),

@@ -345,10 +345,9 @@ class Export(Outcome):
             CertificateError: the network there would compute something else.
             FileError: it cannot be written; what was there is unchanged.
         """
-        from l0prune.exporting.own_class.vllm import write_for_vllm  # loads transformers
-
         self._look()
-        return write_for_vllm(folder, self.module, self._made.trials)
+        how: str = provided("write_for_vllm")(folder, self.module, self._made.trials)
+        return how
 
     @property
     def _facts(self) -> dict[str, Any]:

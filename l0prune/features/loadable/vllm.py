@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.configurations import class_of_transformers
-from l0prune.capture.llama import as_llama, llama_settings
 from l0prune.errors import CertificateError, UsageError, in_a_line
 from l0prune.exporting.own_class.origin import Trials, fault_of
 from l0prune.exporting.own_class.writing import CONFIG
+from l0prune.features.loadable.llama import as_llama, llama_settings
 from l0prune.files.atomic import PathLike, replaced_folder
 from l0prune.files.beside_weights import bring_along
 from l0prune.files.manifest import GENERATION

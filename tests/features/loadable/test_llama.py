@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from l0prune.capture.llama import as_llama, llama_settings, why_no_llama
+from l0prune.features.loadable.llama import as_llama, llama_settings, why_no_llama
 
 transformers = pytest.importorskip("transformers")
 EXAMPLE = ((), {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])})

@@ -30,10 +30,10 @@ from l0prune.capture.configurations import (
     sizes_of,
 )
 from l0prune.capture.example_inputs import call
-from l0prune.capture.llama import llama_class, llama_settings, why_no_llama
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import NothingToPrune, UsageError, warn
+from l0prune.features.loadable.llama import llama_class, llama_settings, why_no_llama
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import CostModel
 from l0prune.plan.divisor import Divisor

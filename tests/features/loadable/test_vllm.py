@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import l0prune
 from l0prune.errors import CertificateError, UsageError
-from l0prune.exporting.own_class.vllm import write_for_vllm
+from l0prune.features.loadable.vllm import write_for_vllm
 
 transformers = pytest.importorskip("transformers")
 TEXT = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]])}
