@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from l0prune.exporting.result import Export
     from l0prune.features.experts.cut import shrink_experts
     from l0prune.features.experts.result import FewerExperts
+    from l0prune.features.latency.measure import measure
+    from l0prune.features.latency.table import LatencyTable
     from l0prune.features.unlabelled.compensate import Compensation, compensate
     from l0prune.features.unlabelled.shrink import shrink
     from l0prune.features.vocabulary.cut import shrink_vocabulary
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from l0prune.selection import scores
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
-    from l0prune.timing.measure import measure
-    from l0prune.timing.table import LatencyTable
     from l0prune.training.budget import Budget
     from l0prune.training.exits import add_exits
     from l0prune.training.history import History
@@ -69,7 +69,6 @@ _HOMES = {
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
     "InputMacs": "training.input_macs",
-    "LatencyTable": "timing.table",
     "Measure": "plan.measures",
     "Pruner": "training.pruner",
     "Report": "report.report",
@@ -93,7 +92,6 @@ _HOMES = {
     "load_data": "running.sources",
     "load_model": "files.model_sources",
     "measures": "plan",
-    "measure": "timing.measure",
     "param_groups": "training.penalty",
     "penalty": "training.penalty",
     "read_info": "files.artifact",

@@ -30,6 +30,21 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
     "half": ("HalfFile",),
+    "latency": (
+        "LatencyTable",
+        "measure",
+        "latency_table",
+        "known_table",
+        "width_times",
+        "add_time",
+        "table_of_files",
+        "onnxruntime",
+        "onnxruntime-int8",
+        "eager",
+        "compile",
+        "cuda-graph",
+        "torch-cuda-bf16",
+    ),
     "loadable": ("loadable", "write_for_vllm"),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
@@ -63,7 +78,7 @@ class Feature:
         measures: that a budget can be about (``plan/measures.py``).
         scores: one-shot scores of slots (``selection/scores.py``).
         penalties: on the sizes of weights (``features/penalties/shrinkage.py``).
-        runtimes: that networks are timed on and made for (``timing/runtimes.py``).
+        runtimes: that networks are timed on and made for (``features/latency/runtimes.py``).
         formats: of programs, by the suffix of the file (``exporting/programs.py``).
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
             and return comparisons for the certificate.
@@ -138,21 +153,20 @@ def load(door: str, name: str) -> Any:
 
 
 def provided(name: str) -> Callable[..., Any]:
-    """Return a function that the core needs and a later room or a feature has.
+    """Return a function of a feature that the core needs.
 
     Raises:
         UsageError: its feature is not installed.
     """
-    if name in _PROVIDERS:
-        function: Callable[..., Any] = getattr(import_module(f"l0prune.{_PROVIDERS[name]}"), name)
-        return function
     try:
         return load("functions", name)  # type: ignore[no-any-return]
     except LookupError as error:
         raise UsageError(str(error)) from None
 
 
-_PROVIDERS = {"latency_table": "timing.measure", "width_times": "timing.width_probe"}
+def is_provided(name: str) -> bool:
+    """Return whether a feature has this function, for what the core does without it as well."""
+    return any(known == name for known, _ in behind("functions"))
 
 
 def missing(word: str) -> str | None:

@@ -19,7 +19,7 @@ BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "gating", "files", "data", "running", "selection", "exporting",
-    "training", "integrations", "timing", "report", "cli", "features",
+    "training", "integrations", "report", "cli", "features",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",

@@ -19,7 +19,6 @@ from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import GroupedCommand
-from l0prune.cli.measure import measure
 from l0prune.cli.messages import own_warnings, run_command
 from l0prune.cli.report import report
 from l0prune.doors import behind, missing
@@ -51,7 +50,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
-COMMANDS = (survey, gate, measure, fit, finetune, export, evaluate, report)
+COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
     app.command(cls=GroupedCommand)(command)
 for name, feature in behind("commands"):

@@ -21,6 +21,7 @@ from l0prune.cli.opening import (
     with_step,
 )
 from l0prune.cli.project import newest, output_path
+from l0prune.doors import provided
 from l0prune.errors import FileError, UsageError
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ def _write_report(
     small: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
 ) -> str:
     """Write the report into the folder of the model's run, or without one beside the files."""
-    from l0prune.report.collect import add_time, add_trainings
+    from l0prune.report.collect import add_trainings
     from l0prune.report.content import Fit
     from l0prune.report.report import trainings_in
 
@@ -249,7 +250,7 @@ def _write_report(
     if folder.is_dir():
         content = add_trainings(content, trainings_in(folder))
     if times.exists():
-        content = add_time(content, l0prune.LatencyTable.load(times), model)
+        content = provided("add_time")(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
     report = with_commands(l0prune.Report(content), with_step(info, path))
     page = str(report.titled(path.name).save(target)[0])

@@ -133,6 +133,22 @@ def with_speed(budget: Any, faster: float | None) -> list[str]:
     return [*given, f"speed={faster:g}"]
 
 
+def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
+    """Return the latency table that is given, or that a budget needs; else None.
+
+    Raises:
+        FileError: the table that is given cannot be read.
+        UsageError: the target cannot be timed here.
+    """
+    from l0prune.plan.limits import limits  # loads torch, as does the next one
+    from l0prune.plan.measures import Latency
+
+    is_asked = budget and any(limit.measure == Latency.name for limit in limits(budget))
+    if given is None and not is_asked:
+        return None
+    return provided("table_of_files")(given, path, model, target)
+
+
 def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:
     """Convert ``--dynamic`` to torch.export's format; by default the free dims of the model's file.
 

@@ -1,4 +1,4 @@
-"""Names of the runtimes that a network can be made for; ``timing/runtimes.py`` runs them."""
+"""Names of the runtimes that a network can be made for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from l0prune.doors import behind, missing
 from l0prune.errors import UsageError
 
 TARGET = "onnxruntime"  # where nothing else is said
-_OWN = (TARGET, "onnxruntime-int8", "eager", "compile", "cuda-graph", "torch-cuda-bf16")
 
 
 def targets() -> tuple[str, ...]:
-    """Return the names of all runtimes, those of features after those of the core."""
-    return (*_OWN, *(name for name, _ in behind("runtimes")))
+    """Return the names of all runtimes; the usual one needs no feature to be made for."""
+    return tuple(dict.fromkeys((TARGET, *(name for name, _ in behind("runtimes")))))
 
 
 def check_target(name: str) -> str:

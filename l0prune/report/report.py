@@ -15,12 +15,13 @@ from markupsafe import escape
 from pydantic import ValidationError
 from torch import nn
 
+from l0prune.doors import provided
 from l0prune.errors import FileError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import read_json, read_text
+from l0prune.plan.measures import Source
 from l0prune.report.collect import (
-    add_time,
     add_trainings,
     file_facts,
     from_export,
@@ -33,7 +34,6 @@ from l0prune.report.collect import (
 from l0prune.report.content import Comparison, Content, Gain, Metric, Pair, Run, Training, parsed
 from l0prune.report.page.html import html
 from l0prune.report.survey import Survey
-from l0prune.timing.table import LatencyTable
 from l0prune.training.history import NAME, History
 
 JSON, HTML, RESULT = "report.json", "report.html", "result.json"
@@ -58,7 +58,7 @@ class Report:
         history: History | Sequence[History] | None = None,
         *,
         model: nn.Module | None = None,
-        latency: LatencyTable | None = None,
+        latency: Source | None = None,
     ) -> Report:
         """Return the report of an export, of a training, or of both.
 
@@ -81,7 +81,7 @@ class Report:
         trainings = [training_of(each) for each in histories if each.records]
         content = add_trainings(content, trainings)
         if latency is not None and model is not None:
-            content = add_time(content, latency, model)
+            content = provided("add_time")(content, latency, model)
         return Report(content)
 
     @staticmethod

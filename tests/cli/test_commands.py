@@ -14,10 +14,10 @@ from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
+from l0prune.features.latency.runtimes import RUNTIMES
 from l0prune.features.recipes import files as recipe_files
 from l0prune.plan import measures
 from l0prune.selection import scores
-from l0prune.timing.runtimes import RUNTIMES
 
 NETS = __file__
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]

@@ -66,9 +66,9 @@ def of_checkpoint(path):
 
 
 def table(model):
-    from l0prune.timing.facts import Group
-    from l0prune.timing.latency_model import LatencyModel, Step, Term
-    from l0prune.timing.table import LatencyTable, Quality, Setting, plan_id
+    from l0prune.features.latency.facts import Group
+    from l0prune.features.latency.latency_model import LatencyModel, Step, Term
+    from l0prune.features.latency.table import LatencyTable, Quality, Setting, plan_id
 
     plan = l0prune.gates(model).plan
     layouts = (next(d for dims in plan.tensors.values() for d in dims),)

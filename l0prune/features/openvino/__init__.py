@@ -4,6 +4,7 @@ from l0prune.doors import Feature
 
 FEATURE = Feature(
     __name__,
+    needs=("latency",),
     runtimes={"openvino": "runtime", "openvino-int8": "runtime"},
     file_checks={"openvino": "check"},
 )

@@ -11,8 +11,8 @@ from typing import Any
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing.onnx_files import OnnxFiles
-from l0prune.timing.runtimes import RUNTIMES, in_int8
+from l0prune.features.latency.onnx_files import OnnxFiles
+from l0prune.features.latency.runtimes import RUNTIMES, in_int8
 
 
 class OpenVino(OnnxFiles):

@@ -4,6 +4,7 @@ from l0prune.doors import Feature
 
 FEATURE = Feature(
     __name__,
+    needs=("latency",),
     formats={".pte": "formats", ".tflite": "formats"},
     runtimes={"executorch": "runtimes", "litert": "runtimes"},
 )

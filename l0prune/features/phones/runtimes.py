@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.exporting.programs import FORMATS, Format, Run, check_installed, made
-from l0prune.timing.eager import Eager
-from l0prune.timing.runtimes import RUNTIMES, Torch
+from l0prune.features.latency.eager import Eager
+from l0prune.features.latency.runtimes import RUNTIMES, Torch
 
 
 class Program(Eager):

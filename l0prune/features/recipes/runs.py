@@ -18,6 +18,7 @@ from torch import nn
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.data.dataset import as_arguments, chosen
+from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
@@ -35,7 +36,7 @@ from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.branch import KIND
-from l0prune.report.collect import add_time, add_trainings, from_export, repeat_facts
+from l0prune.report.collect import add_trainings, from_export, repeat_facts
 from l0prune.report.content import Fit
 from l0prune.report.live import live_page
 from l0prune.report.report import HTML, Report, tested, trainings_in
@@ -410,7 +411,7 @@ def _write_report(
     content = content.model_copy(update=update)
     if recipe.latency is not None and not recipe.rounds:
         table = l0prune.LatencyTable.load(folder / "latency.json")
-        content = add_time(content, table, tuned)
+        content = provided("add_time")(content, table, tuned)
     return Report(content).save(folder / HTML)[0]
 
 

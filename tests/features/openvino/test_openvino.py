@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from l0prune.errors import UsageError
-from l0prune.timing.runtimes import runtime_of
+from l0prune.features.latency.runtimes import runtime_of
 
 pytestmark = pytest.mark.usefixtures("openvino")
 

@@ -9,9 +9,9 @@ import l0prune
 from l0prune.errors import CertificateError, L0pruneError, UsageError
 from l0prune.exporting import programs
 from l0prune.exporting.programs import FORMATS
+from l0prune.features.latency.runtimes import AlternatingTimer, runtime_of
 from l0prune.features.phones.formats import ExecuTorch
 from l0prune.features.phones.runtimes import Program
-from l0prune.timing.runtimes import AlternatingTimer, runtime_of
 
 # Their own imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore")

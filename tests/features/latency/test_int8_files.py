@@ -10,10 +10,10 @@ import l0prune
 from l0prune.errors import L0pruneWarning
 from l0prune.exporting.onnx import quantizer
 from l0prune.exporting.onnx.quantizer import in_int8
-from l0prune.timing.network_files import INPUTS, Exporter, NetworkFiles
-from l0prune.timing.runtimes import runtime_of
-from l0prune.timing.sizes import slots_of
-from l0prune.timing.template import with_numbered_names
+from l0prune.features.latency.network_files import INPUTS, Exporter, NetworkFiles
+from l0prune.features.latency.runtimes import runtime_of
+from l0prune.features.latency.sizes import slots_of
+from l0prune.features.latency.template import with_numbered_names
 
 
 def shapes(model):

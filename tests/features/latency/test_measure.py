@@ -18,13 +18,13 @@ from timed_network import gated
 import l0prune
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing import onnx_files, runtimes
-from l0prune.timing.eager import CutGraphs, Eager
-from l0prune.timing.latency import OVERHEAD
-from l0prune.timing.measure import read_results, table_of
-from l0prune.timing.sizes import all_slots
+from l0prune.features.latency import onnx_files, runtimes
+from l0prune.features.latency.eager import CutGraphs, Eager
+from l0prune.features.latency.latency import OVERHEAD
+from l0prune.features.latency.measure import read_results, table_of
+from l0prune.features.latency.sizes import all_slots
 
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
+PAGE = Path(__file__).parents[3] / "docs/extending.md"
 SAMPLES = 12
 TRUST = ["--trust-pickle"]
 

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Cat, Const, Prod, Slots, axes_of
-from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.sizes import (
+from l0prune.features.latency.sizes import (
     Size,
     SizeFinder,
     all_slots,
@@ -19,6 +17,8 @@ from l0prune.timing.sizes import (
     sampled_widths,
     slots_of,
 )
+from l0prune.plan.layout import Cat, Const, Prod, Slots, axes_of
+from l0prune.plan.plan import Axis, Plan
 
 A, B = Slots(0, 0, 24), Slots(1, 0, 24)
 BOTH, FLAT = Cat((A, B)), Prod((B, Const(9)))

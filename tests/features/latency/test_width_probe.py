@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 
 import l0prune
 from l0prune.errors import FileError, UsageError
+from l0prune.features.latency import width_probe
+from l0prune.features.latency.runtimes import RUNTIMES
 from l0prune.files.checked_json import sealed
 from l0prune.plan.targets import targets
 from l0prune.plan.width_times import CONV
-from l0prune.timing import width_probe
-from l0prune.timing.runtimes import RUNTIMES
 
 FEW = (4, 7, 8, 16, 27, 128)
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from l0prune.features.latency.latency import preferred_blocks
 from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.latency import preferred_blocks
 
 
 def plan(*sizes, kind="channel"):

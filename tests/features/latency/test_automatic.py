@@ -9,13 +9,14 @@ from timed_network import gated
 from torch.utils.data import TensorDataset
 
 import l0prune
-from l0prune.cli import measure as command
+from l0prune.cli import opening
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing import measure as measuring
-from l0prune.timing.facts import plan_id
-from l0prune.timing.latency_model import LatencyModel, Term
-from l0prune.timing.table import LatencyTable, Quality, Setting
+from l0prune.features.latency import command
+from l0prune.features.latency import measure as measuring
+from l0prune.features.latency.facts import plan_id
+from l0prune.features.latency.latency_model import LatencyModel, Term
+from l0prune.features.latency.table import LatencyTable, Quality, Setting
 
 SETTING = Setting("onnxruntime", "1.0", collect.CPU, 1, 1, "a processor", "a system")
 
@@ -115,7 +116,7 @@ def test_the_command_makes_a_table_beside_the_model_and_never_uses_a_stale_one(
         return made_up(model, right)
 
     def table(budget, given=None):
-        return command.latency_table(given, path, budget, model, "onnxruntime")
+        return opening.latency_table(given, path, budget, model, "onnxruntime")
 
     monkeypatch.setattr(command, "timed", timed)
     assert table("macs=0.5") is None

@@ -22,6 +22,9 @@ from torch import nn
 
 from l0prune.errors import FileError, L0pruneError, UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.features.latency.eager import Eager
+from l0prune.features.latency.onnx_files import OnnxFiles
+from l0prune.features.latency.runtimes import Torch, runtime_of
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import check_seal, parsed, read_json, sealed
 from l0prune.plan.width_times import (
@@ -34,9 +37,6 @@ from l0prune.plan.width_times import (
     WidthTimes,
 )
 from l0prune.running.stages import stage
-from l0prune.timing.eager import Eager
-from l0prune.timing.onnx_files import OnnxFiles
-from l0prune.timing.runtimes import Torch, runtime_of
 
 _FORMAT = 1
 _OUTER = 64  # channels before and behind the hidden layer

@@ -17,17 +17,17 @@ from torch import nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.features.latency.facts import Group, Name, plan_id
+from l0prune.features.latency.latency import Observe, TimedLatency
+from l0prune.features.latency.latency_model import LatencyModel, Milliseconds
+from l0prune.features.latency.onnx_files import Job, Runtime
+from l0prune.features.latency.runtimes import runtime_of
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import check_seal, parsed, read_json, sealed
 from l0prune.files.plan_check import check_layouts
 from l0prune.plan.numbers import LARGEST, MOST, THREADS
 from l0prune.plan.plan import Plan
 from l0prune.running.stages import stage
-from l0prune.timing.facts import Group, Name, plan_id
-from l0prune.timing.latency import Observe, TimedLatency
-from l0prune.timing.latency_model import LatencyModel, Milliseconds
-from l0prune.timing.onnx_files import Job, Runtime
-from l0prune.timing.runtimes import runtime_of
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from l0prune.features.latency.facts import Group, Monomial
+from l0prune.features.latency.latency_model import LatencyModel, Numbers, Step, Term
 from l0prune.plan.layout import Layout
-from l0prune.timing.facts import Group, Monomial
-from l0prune.timing.latency_model import LatencyModel, Numbers, Step, Term
 
 _ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks to which sizes may be rounded up
 _ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may require

@@ -17,19 +17,19 @@ from torch import nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.features.latency.facts import FACTS, Group, groups_of, plan_id
+from l0prune.features.latency.latency_fit import Samples, fit_model, fit_smooth
+from l0prune.features.latency.latency_model import LayoutSizes, Numbers
+from l0prune.features.latency.onnx_files import Job
+from l0prune.features.latency.runtimes import runtime_of
+from l0prune.features.latency.sizes import all_slots, slots_of
+from l0prune.features.latency.table import LatencyTable, Quality, Setting
 from l0prune.files.atomic import claimed
 from l0prune.files.checked_json import parsed, read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.running.stages import stage
-from l0prune.timing.facts import FACTS, Group, groups_of, plan_id
-from l0prune.timing.latency_fit import Samples, fit_model, fit_smooth
-from l0prune.timing.latency_model import LayoutSizes, Numbers
-from l0prune.timing.onnx_files import Job
-from l0prune.timing.runtimes import runtime_of
-from l0prune.timing.sizes import all_slots, slots_of
-from l0prune.timing.table import LatencyTable, Quality, Setting
 
 _FOLDS = 4  # sets of samples, of which each is predicted from the others
 _BLOCK = 16  # block of the widths that the smooth model is fitted to

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing.latency import Observe
+from l0prune.features.latency.latency import Observe
 
 if TYPE_CHECKING:
-    from l0prune.timing.network_files import NetworkFiles
+    from l0prune.features.latency.network_files import NetworkFiles
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class OnnxFiles:
 
     def write(self, job: Job) -> None:
         """Write the networks of a job into its folder, with a script that times them."""
-        from l0prune.timing.network_files import write_bundle  # which loads onnx
+        from l0prune.features.latency.network_files import write_bundle  # which loads onnx
 
         self._files = write_bundle(
             job.model,
@@ -120,7 +120,11 @@ class OnnxFiles:
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
-        from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
+        from l0prune.features.latency.network_files import (  # which load onnx
+            DENSE,
+            INPUTS,
+            NetworkFiles,
+        )
 
         files = self._files
         if files is None or files.folder != job.folder:

@@ -11,11 +11,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, TypeAdapter
 
+from l0prune.features.latency.sizes import Dims, Size
 from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.layout import Layout, to_json
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import without_switches
-from l0prune.timing.sizes import Dims, Size
 
 
 def plan_id(plan: Plan) -> str:

@@ -32,18 +32,9 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import write_runnable
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.slicing.program import reexport
-from l0prune.files.checked_json import read_json, read_text
-from l0prune.files.onnx_session import session_of
-from l0prune.gating.attaching import gates_of, holder, weights_of
-from l0prune.plan.layout import Layout
-from l0prune.plan.measures import Macs
-from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
-from l0prune.plan.plan import Plan
-from l0prune.plan.switches import gone
-from l0prune.running.stages import stage
-from l0prune.timing.eager import CutGraphs
-from l0prune.timing.facts import FACTS, plan_id
-from l0prune.timing.sizes import (
+from l0prune.features.latency.eager import CutGraphs
+from l0prune.features.latency.facts import FACTS, plan_id
+from l0prune.features.latency.sizes import (
     Size,
     SizeFinder,
     Widths,
@@ -54,7 +45,16 @@ from l0prune.timing.sizes import (
     slots_of,
     unmistakable_widths,
 )
-from l0prune.timing.template import Count, NoTemplate, Resizer, as_dense, common_template
+from l0prune.features.latency.template import Count, NoTemplate, Resizer, as_dense, common_template
+from l0prune.files.checked_json import read_json, read_text
+from l0prune.files.onnx_session import session_of
+from l0prune.gating.attaching import gates_of, holder, weights_of
+from l0prune.plan.layout import Layout
+from l0prune.plan.measures import Macs
+from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
+from l0prune.plan.plan import Plan
+from l0prune.plan.switches import gone
+from l0prune.running.stages import stage
 
 Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
 """Conversion of an ONNX model before it is timed, given example inputs of it."""

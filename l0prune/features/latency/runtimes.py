@@ -15,9 +15,7 @@ from l0prune.capture.compat import pytree
 from l0prune.doors import Registry
 from l0prune.errors import warn
 from l0prune.exporting.onnx import collect
-from l0prune.gating.attaching import gates_of
-from l0prune.running.stages import stage
-from l0prune.timing.eager import (
+from l0prune.features.latency.eager import (
     Compiled,
     CudaGraph,
     CudaGraphBf16,
@@ -26,10 +24,10 @@ from l0prune.timing.eager import (
     Inputs,
     facts_of,
 )
-from l0prune.timing.facts import FACTS, number_of, plan_id
-from l0prune.timing.latency import Observe
-from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
-from l0prune.timing.sizes import (
+from l0prune.features.latency.facts import FACTS, number_of, plan_id
+from l0prune.features.latency.latency import Observe
+from l0prune.features.latency.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
+from l0prune.features.latency.sizes import (
     SizeFinder,
     Widths,
     all_slots,
@@ -37,6 +35,8 @@ from l0prune.timing.sizes import (
     sampled_widths,
     slots_of,
 )
+from l0prune.gating.attaching import gates_of
+from l0prune.running.stages import stage
 
 
 def torch_results(job: Job, turns: AlternatingTimer) -> dict[str, Any]:

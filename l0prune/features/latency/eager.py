@@ -25,9 +25,9 @@ from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import Network, copies_of, run
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
+from l0prune.features.latency.facts import INPUT, NodeFacts, facts_of_node, number_of
+from l0prune.features.latency.sizes import SizeFinder, check_single_network
 from l0prune.gating.attaching import holder, weights_of
-from l0prune.timing.facts import INPUT, NodeFacts, facts_of_node, number_of
-from l0prune.timing.sizes import SizeFinder, check_single_network
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 HALVES = {torch.float16, torch.bfloat16}

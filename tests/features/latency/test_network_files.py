@@ -11,9 +11,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.timing.network_files import DENSE, INPUTS, Exporter, NetworkFiles
-from l0prune.timing.sizes import slots_of
-from l0prune.timing.template import with_numbered_names
+from l0prune.features.latency.network_files import DENSE, INPUTS, Exporter, NetworkFiles
+from l0prune.features.latency.sizes import slots_of
+from l0prune.features.latency.template import with_numbered_names
 
 
 class Attention(nn.Module):
@@ -151,7 +151,7 @@ def test_files_that_differ_by_more_than_sizes_are_refused_with_the_place(tmp_pat
     """Here some keep all 72 inputs of a Linear, so that they have no Gather."""
     compared = {0: [[6, 5, 72], [7, 6, 40]], 1: [[5, 7, 72]]}
     widths = lambda plan, least, seed=0: compared[seed]  # noqa: E731
-    monkeypatch.setattr("l0prune.timing.network_files.distinguishing_widths", widths)
+    monkeypatch.setattr("l0prune.features.latency.network_files.distinguishing_widths", widths)
     where = r"not all have the Gather in 3\).*--exclude"
     with pytest.raises(UsageError, match=where):
         NetworkFiles(gated_inputs(), 1, tmp_path)
@@ -166,7 +166,9 @@ def test_one_export_tells_what_several_do(tmp_path, monkeypatch):
         Exporter, "networks", lambda self, w: exported.append(len(w)) or networks(self, w)
     )
     one = NetworkFiles(model, 1, tmp_path / "one")
-    monkeypatch.setattr("l0prune.timing.network_files.unmistakable_widths", lambda *_: None)
+    monkeypatch.setattr(
+        "l0prune.features.latency.network_files.unmistakable_widths", lambda *_: None
+    )
     several = NetworkFiles(model, 1, tmp_path / "several")
     assert exported[0] == 1 < exported[1]
     kept = plan.kept(slots_of(plan, [max(1, axis.size * 4 // 7) for axis in plan.axes]))
@@ -184,7 +186,7 @@ def test_a_large_network_is_written_for_the_batch_alone(tmp_path, monkeypatch):
     layers = nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)
     model = l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 20),))
     free = NetworkFiles(model, 5, tmp_path / "free")
-    monkeypatch.setattr("l0prune.timing.network_files._LARGE", 0)
+    monkeypatch.setattr("l0prune.features.latency.network_files._LARGE", 0)
     fixed = NetworkFiles(model, 5, tmp_path / "fixed")
     plan = l0prune.gates(model).plan
     kept = plan.kept(slots_of(plan, [17 for _ in plan.axes]))

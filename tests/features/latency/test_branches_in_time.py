@@ -7,14 +7,22 @@ import torch
 from residual import Residual
 
 import l0prune
+from l0prune.features.latency.eager import Eager
+from l0prune.features.latency.facts import (
+    FACTS,
+    INPUT,
+    Group,
+    NodeFacts,
+    groups_of,
+    number_of,
+    plan_id,
+)
+from l0prune.features.latency.latency import OVERHEAD, TimedLatency
+from l0prune.features.latency.latency_model import LatencyModel, Step, Term
+from l0prune.features.latency.network_files import NetworkFiles
+from l0prune.features.latency.runtimes import AlternatingTimer
 from l0prune.files.checked_json import parsed
 from l0prune.plan.branch import Branch
-from l0prune.timing.eager import Eager
-from l0prune.timing.facts import FACTS, INPUT, Group, NodeFacts, groups_of, number_of, plan_id
-from l0prune.timing.latency import OVERHEAD, TimedLatency
-from l0prune.timing.latency_model import LatencyModel, Step, Term
-from l0prune.timing.network_files import NetworkFiles
-from l0prune.timing.runtimes import AlternatingTimer
 
 X = torch.zeros(2, 3, 8, 8)
 

@@ -28,9 +28,9 @@ from onnx import (
 )
 
 from l0prune.exporting.onnx.quantizer import owner_of
+from l0prune.features.latency.facts import INPUT, NodeFacts, facts_of_node, number_of
+from l0prune.features.latency.sizes import SMALL, Numbers, Size, SizeFinder, constant
 from l0prune.plan.layout import Layout
-from l0prune.timing.facts import INPUT, NodeFacts, facts_of_node, number_of
-from l0prune.timing.sizes import SMALL, Numbers, Size, SizeFinder, constant
 
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 _INLINE = 64  # elements, at most, of constant-size tensors that keep their values: scales and such

@@ -100,7 +100,7 @@ def measure(
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
     if results:
-        from l0prune.timing.measure import read_results, table_of
+        from l0prune.features.latency.measure import read_results, table_of
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
@@ -121,8 +121,8 @@ _SHOWN = ("setting", "dense", "quality")
 def _write_bundle(
     model: Any, folder: Path, batch: int, samples: int, seed: int, runtime: str, json: bool
 ) -> None:
-    from l0prune.timing.onnx_files import Job, OnnxRuntime
-    from l0prune.timing.runtimes import runtime_of
+    from l0prune.features.latency.onnx_files import Job, OnnxRuntime
+    from l0prune.features.latency.runtimes import runtime_of
 
     with shown(err):
         chosen = runtime_of(runtime)
@@ -133,8 +133,8 @@ def _write_bundle(
     emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")
 
 
-def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
-    """Return the given latency table, or that beside the model, timed if need be for a budget.
+def table_of_files(given: Path | None, path: Path, model: Any, target: str) -> l0prune.LatencyTable:
+    """Return the given latency table, or that beside the model, timed if need be.
 
     One that ``l0prune measure`` wrote counts wherever it was made; one that was made here for an
     earlier budget has to be of this machine and of the runtime's present version.
@@ -145,11 +145,6 @@ def latency_table(given: Path | None, path: Path, budget: Any, model: Any, targe
     """
     if given is not None:
         return l0prune.LatencyTable.load(given)
-    from l0prune.plan.limits import limits  # loads torch
-    from l0prune.plan.measures import Latency
-
-    if not budget or all(limit.measure != Latency.name for limit in limits(budget)):
-        return None
     beside = output_path(None, str(path), LATENCY)
     with suppress(FileError, UsageError):  # of another model, or none: it is made anew
         table = l0prune.LatencyTable.load(beside)

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l0prune.features.latency.facts import Group
+from l0prune.features.latency.latency_model import LatencyModel, LayoutSizes, Numbers
+from l0prune.features.latency.sizes import Widths, slots_of_each
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import Axes, CostModel
@@ -24,9 +27,6 @@ from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch, under_switches
 from l0prune.plan.width_times import have_widths
 from l0prune.selection.fitting import blocks_of
-from l0prune.timing.facts import Group
-from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
-from l0prune.timing.sizes import Widths, slots_of_each
 
 _BLOCKS = (1, 4, 8, 16, 32)  # the finest first
 _NARROWEST = 0.25  # share of an axis: the least that budgets leave of most axes

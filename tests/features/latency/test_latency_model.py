@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from timed_network import gated
 
 import l0prune
-from l0prune.plan.layout import Const, Slots
-from l0prune.timing.facts import Group
-from l0prune.timing.latency_fit import (
+from l0prune.features.latency.facts import Group
+from l0prune.features.latency.latency_fit import (
     _PRICE,
     Samples,
     _left_out,
@@ -21,8 +20,9 @@ from l0prune.timing.latency_fit import (
     fit_smooth,
     nonnegative_least_squares,
 )
-from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Step, Term
-from l0prune.timing.table import LatencyTable, Quality, Setting
+from l0prune.features.latency.latency_model import LatencyModel, LayoutSizes, Step, Term
+from l0prune.features.latency.table import LatencyTable, Quality, Setting
+from l0prune.plan.layout import Const, Slots
 
 IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)
 STAIRS = LatencyModel(
