@@ -49,6 +49,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),
+    "page": ("html",),
     "penalties": ("penalty_of", "shrinkage_of", "gsm_defaults"),
     "phones": (".pte", ".tflite", "executorch", "litert"),
     "recipes": ("run", "recipes"),

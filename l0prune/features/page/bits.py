@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from l0prune.features.page.elements import column, drawing, element, is_narrow, short, text, titled
 from l0prune.report.content import LayerBits
-from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 
 _BAR, _GAP, _ROOM = 11, 3, 34  # pixels: height of a bar, gap between two, space for the number
 

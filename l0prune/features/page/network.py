@@ -11,9 +11,8 @@ from math import sqrt
 
 from markupsafe import Markup
 
-from l0prune.report.content import Axis, Content, LayerChange, Pair, SideChange
-from l0prune.report.page import elements
-from l0prune.report.page.elements import (
+from l0prune.features.page import elements
+from l0prune.features.page.elements import (
     clipped,
     column,
     drawing,
@@ -23,6 +22,7 @@ from l0prune.report.page.elements import (
     text,
     titled,
 )
+from l0prune.report.content import Axis, Content, LayerChange, Pair, SideChange
 
 _LANE, _MOST_LANES = 9, 6
 _VALUE = 115  # width of the column behind the bars

@@ -9,9 +9,9 @@ from math import ceil, floor, log10
 
 from markupsafe import Markup
 
+from l0prune.features.page import elements
+from l0prune.features.page.elements import drawing, element, is_narrow, short, text, titled
 from l0prune.report.content import Comparison
-from l0prune.report.page import elements
-from l0prune.report.page.elements import drawing, element, is_narrow, short, text, titled
 
 Scale = Callable[[float], float]
 

@@ -13,6 +13,10 @@ from torch import nn
 
 import l0prune
 from benchmarks import pictures
+from l0prune.features.page import elements, html
+from l0prune.features.page.certificate import rows_of
+from l0prune.features.page.time import by_block, groups_of, steps_of
+from l0prune.features.page.verdict import verdict
 from l0prune.report.content import (
     Axis,
     Comparison,
@@ -22,10 +26,6 @@ from l0prune.report.content import (
     SideChange,
     Training,
 )
-from l0prune.report.page import elements, html
-from l0prune.report.page.certificate import rows_of
-from l0prune.report.page.time import by_block, groups_of, steps_of
-from l0prune.report.page.verdict import verdict
 
 HOSTILE = {
     "tag": "<script>alert(1)</script><svg onload=alert(1)>",
@@ -250,7 +250,7 @@ def test_a_large_network_is_a_small_file_made_at_once():
 
 
 def test_the_pictures_of_the_documentation_are_those_of_the_committed_run(tmp_path):
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[3] / "docs"
     pictures.write(docs / "digits-wide.report.json", tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_text() == (docs / path.name).read_text(), (

@@ -11,17 +11,17 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from l0prune.features.page import elements
+from l0prune.features.page.bits import bits_by_layer
+from l0prune.features.page.certificate import certificate, grouped
+from l0prune.features.page.elements import breakable, element
+from l0prune.features.page.network import flattened, heads, network, sums
+from l0prune.features.page.sweep import shown_costs, sweep
+from l0prune.features.page.time import groups_of, predicted_and_measured, time_by_layer
+from l0prune.features.page.training import curves, phases_in_words, remarks
+from l0prune.features.page.training import gate_histogram as gates
+from l0prune.features.page.verdict import cards, is_unfinished, verdict
 from l0prune.report.content import Content, Training
-from l0prune.report.page import elements
-from l0prune.report.page.bits import bits_by_layer
-from l0prune.report.page.certificate import certificate, grouped
-from l0prune.report.page.elements import breakable, element
-from l0prune.report.page.network import flattened, heads, network, sums
-from l0prune.report.page.sweep import shown_costs, sweep
-from l0prune.report.page.time import groups_of, predicted_and_measured, time_by_layer
-from l0prune.report.page.training import curves, phases_in_words, remarks
-from l0prune.report.page.training import gate_histogram as gates
-from l0prune.report.page.verdict import cards, is_unfinished, verdict
 
 _FOLDER = Path(__file__).parent
 _WIDE, _NARROW = 1000, 360  # pictures are drawn for both: scaled-down text would be illegible

@@ -9,8 +9,8 @@ from read_page import DRAWN, SVG, Page, at, both, groups, number, of_class, scal
 from reported import content
 
 import l0prune
+from l0prune.features.page import elements
 from l0prune.report.content import Gain, Metric, Pair
-from l0prune.report.page import elements
 from l0prune.report.report import report_of
 
 

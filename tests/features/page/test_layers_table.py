@@ -8,9 +8,9 @@ from browser import BROWSER, browser
 from reported import content, layer
 
 import l0prune
+from l0prune.features.page import elements
+from l0prune.features.page.network import sums
 from l0prune.report.content import Gain, Pair
-from l0prune.report.page import elements
-from l0prune.report.page.network import sums
 
 
 def rows_of(text):

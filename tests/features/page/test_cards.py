@@ -2,8 +2,8 @@
 
 from reported import content, epoch
 
+from l0prune.features.page.verdict import cards, verdict
 from l0prune.report.content import Pair, Training
-from l0prune.report.page.verdict import cards, verdict
 
 
 def changed(gain, **parts):

@@ -11,10 +11,10 @@ from math import ceil, sqrt
 
 from markupsafe import Markup
 
+from l0prune.features.page import elements
+from l0prune.features.page.elements import drawing, element, is_narrow, text, titled
 from l0prune.plan.measures import kind_of, names
 from l0prune.report.content import Epoch, Training
-from l0prune.report.page import elements
-from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
 from l0prune.training.history import IN_PERCENT
 
 Point = tuple[float, float]

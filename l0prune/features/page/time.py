@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from l0prune.features.page import elements
+from l0prune.features.page.elements import column, drawing, element, is_narrow, short, text, titled
 from l0prune.report.content import Content, Fit, OwnerTime, TimeByLayer
-from l0prune.report.page import elements
-from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 from l0prune.selection.fitted import Observation
 
 _NO_MODULE = "the model’s own forward"  # operators that belong to no submodule

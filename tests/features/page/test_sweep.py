@@ -5,8 +5,8 @@ from reported import content
 
 import l0prune
 from l0prune.errors import FileError
+from l0prune.features.page.sweep import pareto_front
 from l0prune.report.content import Gain, Metric, Pair
-from l0prune.report.page.sweep import pareto_front
 from l0prune.report.report import report_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from l0prune.features.page import elements
+from l0prune.features.page.elements import plain
 from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
-from l0prune.report.page import elements
-from l0prune.report.page.elements import plain
 
 _NOISY = 0.1  # spread of repeated timings above which they are inconclusive
 

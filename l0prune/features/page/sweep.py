@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from l0prune.features.page import elements
+from l0prune.features.page.elements import drawing, element, text, titled
 from l0prune.report.content import Run
-from l0prune.report.page import elements
-from l0prune.report.page.elements import drawing, element, text, titled
 from l0prune.training.history import IN_PERCENT
 
 COSTS = ("macs", "params", "time")

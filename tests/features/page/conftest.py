@@ -7,7 +7,7 @@ from read_page import Page, varied
 
 import l0prune
 
-COMMITTED = Path(__file__).parents[2] / "docs" / "digits-wide.report.json"
+COMMITTED = Path(__file__).parents[3] / "docs" / "digits-wide.report.json"
 
 
 @pytest.fixture(scope="module", params=["varied", "committed"])
