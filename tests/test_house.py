@@ -151,6 +151,9 @@ def test_built_in_features_are_those_that_there_are_and_what_a_user_may_ask_of_t
         each = features()[name]
         assert {*words} == {word for door in ASKED_FOR for word in getattr(each, door)}, name
     assert sum(map(len, BUILT_IN.values())) == len({*chain(*BUILT_IN.values())})
+    rings = (ROOT.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    rings = rings.partition("## Two rings")[2].partition("\n## ")[0]
+    assert [*BUILT_IN] == re.findall(r"^\| `(\w+)` \|", rings, re.MULTILINE) == sorted(there)
 
 
 def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
