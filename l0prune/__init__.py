@@ -190,14 +190,16 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
 
 def _of_a_feature(name: str) -> Any:
     """Return a public name that a feature declares."""
-    from l0prune.doors import load
+    from l0prune.doors import load, missing
 
+    no_name = f"module 'l0prune' has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(no_name)
     try:
-        if not name.startswith("_"):
-            return load("names", name)
-    except LookupError as error:
-        raise AttributeError(f"module 'l0prune' has no attribute {name!r}: {error}") from None
-    raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+        return load("names", name)
+    except LookupError:
+        why = missing(name)
+        raise AttributeError(f"{no_name}: {why}" if why else no_name) from None
 
 
 def __dir__() -> list[str]:
