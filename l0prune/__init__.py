@@ -190,16 +190,16 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
 
 def _of_a_feature(name: str) -> Any:
     """Return a public name that a feature declares."""
-    from l0prune.doors import load, missing
+    from l0prune.doors import feature_with, missing
 
     no_name = f"module 'l0prune' has no attribute {name!r}"
     if name.startswith("_"):
         raise AttributeError(no_name)
-    try:
-        return load("names", name)
-    except LookupError:
+    feature = feature_with("names", name)
+    if feature is None:
         why = missing(name)
-        raise AttributeError(f"{no_name}: {why}" if why else no_name) from None
+        raise AttributeError(f"{no_name}: {why}" if why else no_name)
+    return feature.load("names", name)
 
 
 def __dir__() -> list[str]:

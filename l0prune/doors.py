@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 from l0prune.errors import UsageError, in_a_line, warn
@@ -108,10 +109,13 @@ class Feature:
         """Name of the feature."""
         return self.package.rpartition(".")[2]
 
+    def module(self, door: str, name: str) -> ModuleType:
+        """Import the module of a thing."""
+        return import_module(f"{self.package}.{getattr(self, door)[name]}")
+
     def load(self, door: str, name: str) -> Any:
-        """Import the module of a thing, and return what it has under this name, if anything."""
-        module = import_module(f"{self.package}.{getattr(self, door)[name]}")
-        return getattr(module, name, None)
+        """Import the module of a thing, and return what it has under this name."""
+        return getattr(self.module(door, name), name)
 
 
 @cache
@@ -121,7 +125,7 @@ def features() -> dict[str, Feature]:
     from pkgutil import iter_modules
 
     found: dict[str, Feature] = {}
-    for each in sorted(iter_modules(import_module(GROUP).__path__)):
+    for each in iter_modules(import_module(GROUP).__path__):
         found[each.name] = import_module(f"{GROUP}.{each.name}").FEATURE
     for entry in entry_points(group=GROUP):
         try:
@@ -141,16 +145,9 @@ def behind(door: str) -> Iterator[tuple[str, Feature]]:
             yield name, feature
 
 
-def load(door: str, name: str) -> Any:
-    """Return what a feature has behind a door under a name.
-
-    Raises:
-        LookupError: none has; the text names the built-in feature that would have it.
-    """
-    for known, feature in behind(door):
-        if known == name:
-            return feature.load(door, name)
-    raise LookupError(missing(name) or f"no feature has {name!r} among its {door}")
+def feature_with(door: str, name: str) -> Feature | None:
+    """Return the feature that has a thing of this name behind a door; None if none has."""
+    return next((feature for known, feature in behind(door) if known == name), None)
 
 
 def provided(name: str) -> Callable[..., Any]:
@@ -159,15 +156,16 @@ def provided(name: str) -> Callable[..., Any]:
     Raises:
         UsageError: its feature is not installed.
     """
-    try:
-        return load("functions", name)  # type: ignore[no-any-return]
-    except LookupError as error:
-        raise UsageError(str(error)) from None
+    feature = feature_with("functions", name)
+    if feature is None:
+        raise UsageError(missing(name) or f"no feature has the function {name!r}")
+    function: Callable[..., Any] = feature.load("functions", name)
+    return function
 
 
 def is_provided(name: str) -> bool:
     """Return whether a feature has this function, for what the core does without it as well."""
-    return any(known == name for known, _ in behind("functions"))
+    return feature_with("functions", name) is not None
 
 
 def missing(word: str) -> str | None:
@@ -210,9 +208,9 @@ class Registry(MutableMapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._known and self._door:
-            for known, feature in behind(self._door):
-                if known == name:
-                    feature.load(self._door, name)
+            feature = feature_with(self._door, name)
+            if feature is not None:
+                feature.module(self._door, name)  # which registers it
         return self._known[name]
 
     def __setitem__(self, name: str, value: T) -> None:

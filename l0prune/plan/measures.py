@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from l0prune.doors import Registry
+from l0prune.doors import Registry, unknown
 from l0prune.errors import UsageError
 from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
@@ -244,11 +244,11 @@ def kind_of(name: str) -> type[Measure]:
         UsageError: there is none.
     """
     if name not in MEASURES:
-        raise UsageError(
-            f"a budget is about one of {', '.join(MEASURES)}, not {name!r}; a measure of your own "
-            "takes a class under @l0prune.measures.register (docs/extending.md), and on the "
-            "command line --measure file.py:Class"
+        more = (
+            "; a measure of your own takes a class under @l0prune.measures.register "
+            "(docs/extending.md), and on the command line --measure file.py:Class"
         )
+        raise UsageError(unknown("measure", name, MEASURES, more))
     return MEASURES[name]
 
 

@@ -116,7 +116,7 @@ def test_its_command_is_one_of_l0prune(installed):
 
 
 def test_what_no_feature_has_is_told():
-    with pytest.raises(UsageError, match="no feature has 'nothing' among its functions"):
+    with pytest.raises(UsageError, match="no feature has the function 'nothing'"):
         provided("nothing")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = l0prune.nothing
