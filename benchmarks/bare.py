@@ -32,7 +32,7 @@ from sklearn.datasets import load_sample_images
 import l0prune
 from benchmarks import zoo
 from l0prune.errors import UsageError
-from l0prune.files.example_guess import guess_example
+from l0prune.features.example_guess.guess import guess_example
 
 # By file or by name.
 NETWORKS = {

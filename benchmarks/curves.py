@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.isolation import parser_of
-from l0prune.cli import recipe_run as recipes
 from l0prune.errors import FileError, L0pruneError
+from l0prune.features.recipes import runs as recipes
 from l0prune.training.history import NAME
 
 Curve = dict[str, Any]

@@ -55,9 +55,9 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided
 from l0prune.exporting.onnx.int8_search import Comparison, Search
 from l0prune.exporting.onnx.quantizer import Feed, Quantizer, in_int8
+from l0prune.features.latency.network_files import Exporter, Network
 from l0prune.files.consent import RECIPES
 from l0prune.plan.measures import measure_of
-from l0prune.timing.network_files import Exporter, Network
 
 NETWORKS = ("resnet20", "resnet20-half", "resnet50", "mobilenet_v2", "efficientnet_b0")
 TURNS = 30

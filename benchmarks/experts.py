@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks.isolation import parser_of
 from benchmarks.language import documents, perplexity
-from l0prune.exporting.experts.choosing import OUTPUT, SCORES
+from l0prune.features.experts.choosing import OUTPUT, SCORES
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"intermediate_size": 96, "num_key_value_heads": 2, "num_experts_per_tok": 2}

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from benchmarks.isolation import ROOT, Row, failure, measure, parser_of, rows, run
 from l0prune.exporting.onnx import collect
-from l0prune.timing.runtimes import runtime_of
+from l0prune.features.latency.runtimes import runtime_of
 
 PATH = ROOT / "runs" / "faster.jsonl"
 SECONDS, TIMES, LIMIT = 1.0, 3, 1500

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 import l0prune
-from l0prune.timing.eager import Eager
+from l0prune.features.latency.eager import Eager
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.house
 
-Prints, for the package and its tests: lines and files, the longest rooms, functions that are long
-or complex (McCabe, by ruff), docstrings that open as a riddle or a question, and private names of
-other packages outside ``capture/compat.py``.
+Prints, for the core, the features, the whole package, tests and benchmarks: lines and files; then
+functions that are long or complex (McCabe, by ruff), docstrings that open as a riddle or a
+question, and private names of other packages outside ``capture/compat.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "l0prune"
+FEATURES = PACKAGE / "features"
 COMPLEXITY, LENGTH = 15, 70
 COMPAT = PACKAGE / "capture" / "compat.py"
 FOREIGN = "torch|torchvision|transformers|onnx|onnxscript|onnx_ir|onnxruntime|timm"
@@ -73,6 +74,13 @@ def complex_functions() -> list[str]:
     return [found["message"].split("`")[1] for found in json.loads(done.stdout)]
 
 
+def show(folders: Iterable[Path]) -> None:
+    """Print lines and files of the folders, the longest first."""
+    found = (each for each in folders if each.is_dir() and not each.name.startswith("__"))
+    for each in sorted(found, key=lines, reverse=True):
+        print(f"  {each.name:14}{lines(each):7,} lines {len(list(each.rglob('*.py'))):4} files")
+
+
 def main() -> None:
     every = list(definitions())
     documented = [(path, doc) for path, node in every if (doc := ast.get_docstring(node))]
@@ -85,9 +93,15 @@ def main() -> None:
     print(
         f"l0prune/: {lines(PACKAGE):,} lines in {files} files, {len(entries)} entries at its root"
     )
-    for room in sorted(filter(Path.is_dir, entries), key=lines, reverse=True):
-        print(f"  {room.name:14}{lines(room):7,} lines {len(list(room.rglob('*.py'))):4} files")
-    print(f"tests/: {lines(ROOT / 'tests'):,} lines; benchmarks/: {lines(ROOT / 'benchmarks'):,}")
+    of_features, in_features = lines(FEATURES), len(list(FEATURES.rglob("*.py")))
+    core = lines(PACKAGE) - of_features
+    print(f"core: {core:,} lines in {files - in_features} files")
+    show(entry for entry in entries if entry != FEATURES)
+    print(f"features: {of_features:,} lines in {in_features} files")
+    show(FEATURES.iterdir())
+    for name in ("tests", "benchmarks"):
+        count = len(list((ROOT / name).rglob("*.py")))
+        print(f"{name}/: {lines(ROOT / name):,} lines in {count} files")
     print(f"riddles: {len(riddles)} of {len(documented)} docstrings")
     above = complex_functions()
     print(f"complexity above {COMPLEXITY}: {len(above)}: {', '.join(above)}")

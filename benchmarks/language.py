@@ -34,8 +34,8 @@ from benchmarks.isolation import parser_of
 from benchmarks.language_rivals import Study
 from l0prune.data.dataset import Tensors
 from l0prune.data.text import tokenizer_of, windows
-from l0prune.selection.compensate import calibration
-from l0prune.selection.fit import fit_and_compensate
+from l0prune.features.unlabelled.compensate import calibration
+from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.training.checkpoint import put_back, snapshot
 
 _TEST_WINDOW = 256

@@ -28,8 +28,8 @@ from torch import nn
 import l0prune
 from benchmarks.isolation import ROOT, Row, append, parser_of, rows
 from l0prune.exporting.onnx import collect
-from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
-from l0prune.timing.sizes import sampled_widths, slots_of
+from l0prune.features.latency.network_files import DENSE, INPUTS, NetworkFiles
+from l0prune.features.latency.sizes import sampled_widths, slots_of
 
 NETWORKS = (
     "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, parser_of
-from l0prune.cli.recipe_files import load
-from l0prune.cli.recipe_run import run
+from l0prune.features.recipes.files import load
+from l0prune.features.recipes.runs import run
 
 
 def _mlp(inputs: int, first: int, second: int) -> int:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.isolation import ROOT, parser_of
-from l0prune.cli.recipe_files import load
-from l0prune.cli.recipe_run import run
-from l0prune.training.shrinkage import names
+from l0prune.features.penalties.shrinkage import PENALTIES
+from l0prune.features.recipes.files import load
+from l0prune.features.recipes.runs import run
 
 GATES = {"gates": (), "gates-alike": ("finetune.start=alike",)}
 SHORT = ("finetune.budget=macs=0.25", "finetune.epochs=15")  # of the default recipe
@@ -51,7 +51,7 @@ def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str,
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--recipe", default="digits-resnet")
-    parser.add_argument("--rows", nargs="+", default=[*GATES, *names()])
+    parser.add_argument("--rows", nargs="+", default=[*GATES, *PENALTIES])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "penalties")

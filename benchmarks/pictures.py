@@ -9,10 +9,10 @@ import argparse
 import re
 from pathlib import Path
 
+from l0prune.features import page
+from l0prune.features.page.network import network
+from l0prune.features.page.training import gate_histogram as gates
 from l0prune.files.atomic import write_whole
-from l0prune.report import page
-from l0prune.report.page.network import network
-from l0prune.report.page.training import gate_histogram as gates
 from l0prune.report.report import Report
 
 WIDTH = 800

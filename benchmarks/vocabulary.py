@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 import l0prune
 from benchmarks.isolation import parser_of
 from benchmarks.language import documents, smollm2, spread
-from l0prune.data.cut_tokenizer import backend_of
 from l0prune.data.text import tokenizer_of
+from l0prune.features.vocabulary.cut_tokenizer import backend_of
 
 _LONGEST = 256  # tokens that a model sees at once of any text
 

@@ -21,10 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
+from l0prune.features.penalties import shrinkage
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
-from l0prune.training import phases, shrinkage
+from l0prune.training import phases
 from l0prune.training.start import ScoringBudget
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -288,7 +289,7 @@ WAYS: dict[str, Way] = {
     "taylor": partial(scored, how="taylor"),
 }
 SCORES = ("magnitude", "bn-scale", "fisher", "random")
-PENALTIES = tuple(shrinkage.names())
+PENALTIES = tuple(shrinkage.PENALTIES)
 ALL_WAYS = {
     **WAYS,
     **{how: partial(scored, how=how) for how in SCORES},

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
     from l0prune.exporting.exits.skip_file import save_skipping
-    from l0prune.exporting.experts.cut import shrink_experts
-    from l0prune.exporting.experts.result import FewerExperts
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
-    from l0prune.exporting.vocabulary.cut import shrink_vocabulary
-    from l0prune.exporting.vocabulary.result import SmallerVocabulary
+    from l0prune.features.experts.cut import shrink_experts
+    from l0prune.features.experts.result import FewerExperts
+    from l0prune.features.latency.measure import measure
+    from l0prune.features.latency.table import LatencyTable
+    from l0prune.features.unlabelled.compensate import Compensation, compensate
+    from l0prune.features.unlabelled.shrink import shrink
+    from l0prune.features.vocabulary.cut import shrink_vocabulary
+    from l0prune.features.vocabulary.result import SmallerVocabulary
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
     from l0prune.files.smaller_model import from_pretrained, resize
@@ -33,17 +37,13 @@ if TYPE_CHECKING:
     from l0prune.plan.measures import Measure
     from l0prune.report.live import finetune, train_dense
     from l0prune.report.report import Report
-    from l0prune.report.shrink import shrink
     from l0prune.report.survey import Survey, survey
     from l0prune.running.evaluate import evaluate
     from l0prune.running.sources import load_data, with_pseudo_labels
     from l0prune.running.task import Task
     from l0prune.selection import scores
-    from l0prune.selection.compensate import Compensation, compensate
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
-    from l0prune.timing.measure import measure
-    from l0prune.timing.table import LatencyTable
     from l0prune.training.budget import Budget
     from l0prune.training.exits import add_exits
     from l0prune.training.history import History
@@ -59,30 +59,25 @@ __version__ = "0.1.0"
 _HOMES = {
     "BinaryConcrete": "gating.kinds.binary_concrete",
     "Budget": "training.budget",
-    "Compensation": "selection.compensate",
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
     "EarlyExits": "exporting.exits.early_exits",
     "Export": "exporting.result",
-    "FewerExperts": "exporting.experts.result",
     "Gate": "gating.kinds.base",
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
     "InputMacs": "training.input_macs",
-    "LatencyTable": "timing.table",
     "Measure": "plan.measures",
     "Pruner": "training.pruner",
     "Report": "report.report",
     "Settings": "training.settings",
-    "SmallerVocabulary": "exporting.vocabulary.result",
     "Survey": "report.survey",
     "Task": "running.task",
     "add_exits": "training.exits",
     "add_input_gates": "training.input_gates",
     "choose_exits": "exporting.exits.early_exits",
-    "compensate": "selection.compensate",
     "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
@@ -97,7 +92,6 @@ _HOMES = {
     "load_data": "running.sources",
     "load_model": "files.model_sources",
     "measures": "plan",
-    "measure": "timing.measure",
     "param_groups": "training.penalty",
     "penalty": "training.penalty",
     "read_info": "files.artifact",
@@ -106,9 +100,6 @@ _HOMES = {
     "save_skipping": "exporting.exits.skip_file",
     "score": "selection.scores",
     "scores": "selection",
-    "shrink": "report.shrink",
-    "shrink_experts": "exporting.experts.cut",
-    "shrink_vocabulary": "exporting.vocabulary.cut",
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",
@@ -187,7 +178,8 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
             warn_renamed(f"l0prune.{name}", f"l0prune.{new}")
             return __getattr__(new)
         if name not in _HOMES:
-            raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+            globals()[name] = value = _of_a_feature(name)
+            return value
         home = import_module(f"l0prune.{_HOMES[name]}")
         value = getattr(home, name, None)
         if value is None:  # a module rather than a name in one
@@ -196,5 +188,19 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
         return value
 
 
+def _of_a_feature(name: str) -> Any:
+    """Return a public name that a feature declares."""
+    from l0prune.doors import feature_with, missing
+
+    no_name = f"module 'l0prune' has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(no_name)
+    feature = feature_with("names", name)
+    if feature is None:
+        why = missing(name)
+        raise AttributeError(f"{no_name}: {why}" if why else no_name)
+    return feature.load("names", name)
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

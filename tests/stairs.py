@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 
 from l0prune.plan.cost import CostModel
-from l0prune.plan.measures import SumOfTerms, _kinds, register
+from l0prune.plan.measures import MEASURES, SumOfTerms, register
 from l0prune.plan.plan import Cost
 
 BLOCK = 4
@@ -59,4 +59,4 @@ def registered(kind):
     try:
         yield kind
     finally:
-        del _kinds[kind.name]
+        del MEASURES[kind.name]

@@ -6,18 +6,20 @@ import importlib
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import l0prune
+from l0prune.doors import BUILT_IN, features
 
 ROOT = Path(l0prune.__file__).parent
 BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "progress", "plan", "capture", "infer", "gating", "files", "data", "running", "selection",
-    "exporting", "training", "integrations", "timing", "report", "cli",
+    "exporting", "training", "integrations", "report", "cli", "features",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
@@ -33,6 +35,7 @@ NAMES = {
     "shrink", "shrink_experts", "shrink_vocabulary", "survey",
     "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip
+ASKED_FOR = ("names", "commands", "functions", "sources", "runtimes", "formats")  # by a user
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -133,6 +136,26 @@ def test_imports_go_down():
     } == set()
 
 
+def test_features_import_one_another_only_where_they_say_so():
+    for path in FILES:
+        if path.parts[0] == "features" and len(path.parts) > 2:
+            own = path.parts[1]
+            others = {parts[1] for parts in imported(path) if parts[0] == "features"} - {own}
+            assert others <= {*features()[own].needs}, path
+
+
+def test_built_in_features_are_those_that_there_are_and_what_a_user_may_ask_of_them():
+    there = {path.parts[1] for path in FILES if path.parts[0] == "features"} - {"__init__.py"}
+    assert {*BUILT_IN} == there
+    for name, words in BUILT_IN.items():
+        each = features()[name]
+        assert {*words} == {word for door in ASKED_FOR for word in getattr(each, door)}, name
+    assert sum(map(len, BUILT_IN.values())) == len({*chain(*BUILT_IN.values())})
+    rings = (ROOT.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    rings = rings.partition("## Two rings")[2].partition("\n## ")[0]
+    assert [*BUILT_IN] == re.findall(r"^\| `(\w+)` \|", rings, re.MULTILINE) == sorted(there)
+
+
 def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
     arrows = {}
     for path in FILES:
@@ -156,8 +179,9 @@ def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
     )
 
 
-def test_importing_the_package_loads_no_torch():
-    code = "import sys, l0prune; print('torch' in sys.modules)"
+@pytest.mark.parametrize("more", ["", "; from l0prune.doors import features; features()"])
+def test_importing_the_package_and_finding_its_features_loads_no_torch(more):
+    code = f"import sys, l0prune{more}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from l0prune.cli import runs
 from l0prune.cli.evaluate import evaluate
-from l0prune.cli.experts import experts
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import GroupedCommand
-from l0prune.cli.measure import measure
 from l0prune.cli.messages import own_warnings, run_command
-from l0prune.cli.shrink import shrink
-from l0prune.cli.sweep import sweep
-from l0prune.cli.vocabulary import vocabulary
+from l0prune.cli.report import report
+from l0prune.doors import behind, missing
+from l0prune.errors import UsageError
 
 _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
@@ -37,14 +36,29 @@ That takes a folder with a model and images; each command has options for the re
 Or all of it on embedded data: l0prune run digits-wide
 """
 
-app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-COMMANDS = (
-    *(survey, gate, measure, fit, shrink, vocabulary, experts, finetune, export, evaluate),
-    *(runs.run, sweep, runs.report),
+
+class Commands(TyperGroup):
+    """Group of commands that names the feature of one that is not installed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See ``click.Group``."""
+        if args[0] not in self.commands and (sentence := missing(args[0])):
+            raise UsageError(sentence)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
+COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
     app.command(cls=GroupedCommand)(command)
-app.add_typer(runs.app, name="recipes")
+for name, feature in behind("commands"):
+    found = feature.load("commands", name)
+    if isinstance(found, typer.Typer):
+        app.add_typer(found, name=name)
+    else:
+        app.command(cls=GroupedCommand)(found)
 
 
 # Spins of a waiting libgomp thread before it sleeps, about half a millisecond. With the default of

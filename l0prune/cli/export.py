@@ -21,11 +21,12 @@ from l0prune.cli.opening import (
     with_step,
 )
 from l0prune.cli.project import newest, output_path
+from l0prune.doors import provided
 from l0prune.errors import FileError, UsageError
 from l0prune.progress.display import shown
 
 if TYPE_CHECKING:
-    from l0prune.files.onnx_network import Origin
+    from l0prune.files.source_file import SourceFile
 
 ONNX, PT2, PTE, TFLITE, STATE = ENDINGS = (".onnx", ".pt2", ".pte", ".tflite", ".state.pt")
 
@@ -239,7 +240,7 @@ def _write_report(
     small: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
 ) -> str:
     """Write the report into the folder of the model's run, or without one beside the files."""
-    from l0prune.report.collect import add_time, add_trainings
+    from l0prune.report.collect import add_trainings
     from l0prune.report.content import Fit
     from l0prune.report.report import trainings_in
 
@@ -250,7 +251,7 @@ def _write_report(
     if folder.is_dir():
         content = add_trainings(content, trainings_in(folder))
     if times.exists():
-        content = add_time(content, l0prune.LatencyTable.load(times), model)
+        content = provided("add_time")(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
     report = with_commands(l0prune.Report(content), with_step(info, path))
     page = str(report.titled(path.name).save(target)[0])
@@ -271,7 +272,7 @@ def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
     return spec
 
 
-def _stem(out: Path | None, path: Path, source: Origin | None) -> Path:
+def _stem(out: Path | None, path: Path, source: SourceFile | None) -> Path:
     """Return the path of the files without their endings: ``model`` for ``model.onnx``.
 
     It is ``model.small`` if the network was read from ``model.onnx`` itself.

@@ -12,9 +12,9 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.evaluate import say_what_differs
-from l0prune.cli.measure import latency_table
 from l0prune.cli.messages import announced, emit, err, say
 from l0prune.cli.opening import (
+    latency_table,
     load_data,
     recorded_data,
     recorded_tokenizer,

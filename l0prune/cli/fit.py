@@ -10,10 +10,10 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.measure import latency_table
 from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import (
     NO_DATA,
+    latency_table,
     load_data,
     recorded_data,
     recorded_tokenizer,

@@ -9,6 +9,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from l0prune.cli import early
+from l0prune.doors import behind
 
 _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
 # Options of each group, by parameter name; the last group has all others.
@@ -24,12 +25,11 @@ _GROUPS = {
     ),
     "Budget": ("faster", "budget", "lam", "latency", "round_to", "target", "measures", "counting"),
     "Training": (
-        "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume", "sweeps",
+        "epochs", "lr", "optimizer", "settle", "distill", "compact", "resume",
     ),
     "Machine": (
         "device", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
-        "distributed", "threads", "batch", "runtime", "provider", "samples", "results", "jobs",
-        "where", "job",
+        "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",
@@ -38,7 +38,9 @@ _GROUPS = {
     ),
     "Other": (),
 }  # fmt: skip
-_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names} | {
+    name: group for group, each in behind("options") for name in each.options[group]
+}
 
 
 class GroupedCommand(TyperCommand):

@@ -13,6 +13,7 @@ import l0prune
 from l0prune.cli.messages import say
 from l0prune.cli.options import MODEL_HELP
 from l0prune.cli.project import chosen, image_folder, only_model
+from l0prune.doors import provided
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 
@@ -81,7 +82,7 @@ def example_inputs(
         UsageError: no input that the model runs on could be guessed.
     """
     from l0prune.files.model_sources import parse_input  # loads torch, as do the next ones
-    from l0prune.files.onnx_network import OnnxNetwork
+    from l0prune.files.source_file import source_file_of
 
     text = chosen(text, "input")
     if text is None and data is not None:
@@ -90,7 +91,7 @@ def example_inputs(
         from l0prune.running.task import Task
 
         return None, as_arguments(example_inputs(Task.of(data), 2))
-    if text is None and isinstance(model, OnnxNetwork):
+    if text is None and source_file_of(model) is not None:
         own = model.example_input_array
         text = ",".join(
             "x".join(map(str, x.shape)) + f":{x.dtype}".replace("torch.", "") for x in own
@@ -98,9 +99,7 @@ def example_inputs(
         say(f"the example input is {text}, from the file; to give another one: --input {text}")
         return text, (own, {})
     if text is None:
-        from l0prune.files.example_guess import guess_example
-
-        text, origin = guess_example(model, _side())
+        text, origin = provided("guess_example")(model, _side())
         say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
     args, kwargs = parse_input(text)
     is_fixed = getattr(model, "fixed_batch", 0) == 1
@@ -132,6 +131,22 @@ def with_speed(budget: Any, faster: float | None) -> list[str]:
     if any(name in text for text in given for name in ("latency", "speed")):
         raise UsageError("--faster is a budget in time: leave out the other one")
     return [*given, f"speed={faster:g}"]
+
+
+def latency_table(given: Path | None, path: Path, budget: Any, model: Any, target: str) -> Any:
+    """Return the latency table that is given, or that a budget needs; else None.
+
+    Raises:
+        FileError: the table that is given cannot be read.
+        UsageError: the target cannot be timed here.
+    """
+    from l0prune.plan.limits import limits  # loads torch, as does the next one
+    from l0prune.plan.measures import Latency
+
+    is_asked = budget and any(limit.measure == Latency.name for limit in limits(budget))
+    if given is None and not is_asked:
+        return None
+    return provided("table_of_files")(given, path, model, target)
 
 
 def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:

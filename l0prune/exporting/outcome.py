@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -20,7 +20,7 @@ from l0prune.exporting.notes import CHANGED, notes_on_files
 from l0prune.exporting.onnx.speedup import Speedup
 from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
-from l0prune.files.onnx_network import Origin
+from l0prune.files.source_file import SourceFile
 from l0prune.plan.globs import listed
 from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
@@ -28,27 +28,53 @@ from l0prune.plan.switches import gone
 from l0prune.plan.targets import TARGET
 from l0prune.plan.width_times import are_in_blocks
 from l0prune.running.environment import as_html
-from l0prune.selection.fidelity import Fidelity
 from l0prune.selection.fitting import times_on
 
 if TYPE_CHECKING:
-    from l0prune.exporting.onnx.half import Half
     from l0prune.exporting.onnx.int8 import Int8
 
 PRECISIONS = ("float64", "float32")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A network that ``shrink`` tried for a tolerance.
+class InHalf(Protocol):
+    """Comparison of a file in 16 bits with the file in float32 that it was made from."""
 
-    Attributes:
-        share: the requested share of the MACs.
-        fidelity: nearness of its outputs to the original's.
-    """
+    @property
+    def dtype(self) -> str:
+        """``float16`` or ``bfloat16``."""
 
-    share: float
-    fidelity: Fidelity
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about weights and errors of the file; empty if there are none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data."""
+
+
+class Nearness(Protocol):
+    """Nearness of a network's outputs to those of another one, on held-out inputs."""
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of examples that get the same class; None without classes."""
+
+    @property
+    def error(self) -> float:
+        """Part of the outputs' variance that is error."""
+
+
+class Tried(Protocol):
+    """A network that ``shrink`` tried for a tolerance: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def share(self) -> float:
+        """The requested share of the MACs."""
+
+    @property
+    def fidelity(self) -> Nearness:
+        """Nearness of its outputs to the original's."""
 
 
 @dataclass
@@ -107,13 +133,13 @@ class Outcome:
     asked: tuple[str, ...] = ()
     speedup: Speedup | None = None
     int8: Int8 | None = None
-    half: Half | None = None
+    half: InHalf | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
-    source: Origin | None = None
+    source: SourceFile | None = None
     ranges: Ranges | None = field(default=None, repr=False)
-    fidelity: Fidelity | None = None
-    curve: tuple[Step, ...] = ()
+    fidelity: Nearness | None = None
+    curve: tuple[Tried, ...] = ()
     changed: bool = False
     _untimed: str = field(default="", repr=False)
 

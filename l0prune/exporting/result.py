@@ -17,18 +17,17 @@ from torch.export import ExportedProgram
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.threads import one_at_a_time
+from l0prune.doors import behind, provided
 from l0prune.errors import UsageError, in_a_line, warn
-from l0prune.exporting.certify.certificate import Certificate, Check, Compared
+from l0prune.exporting.certify.certificate import Certificate, Check
 from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
 from l0prune.exporting.network import copies_of
 from l0prune.exporting.notes import CHANGED
 from l0prune.exporting.onnx.file import describe
-from l0prune.exporting.onnx.older import check_opset
-from l0prune.exporting.onnx.other_runtimes import tried_elsewhere
 from l0prune.exporting.onnx.speedup import cut_facts, measured
 from l0prune.exporting.onnx.times import DenseNetwork
-from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart
+from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart, check_opset
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
@@ -67,7 +66,7 @@ class Export(Outcome):
         self._look()
         for piece in self._made.pieces:
             check_kept(piece.lost, "program")
-        shown: tuple[Compared, ...] = ("program",) if self.changed else ("graph", "program")
+        shown: tuple[str, ...] = ("program",) if self.changed else ("graph", "program")
         if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
         return self._made.pieces
@@ -80,9 +79,8 @@ class Export(Outcome):
         module = placed(copied(self.module), CPU).eval()
         self._made, self.files, self.changed = self._made.of(module), (), True
         self.speedup = self.int8 = self.half = self.ranges = None
-        self.certificate = self.certificate.without(
-            "program", "onnx", "openvino", "executorch", "litert"
-        )
+        elsewhere = (name for name, _ in behind("runtimes"))
+        self.certificate = self.certificate.without("program", "onnx", *elsewhere)
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
     @property
@@ -160,9 +158,8 @@ class Export(Outcome):
             pieces, self._untimed = self._made.pieces, ""
             counter.step(_PROGRAM)
             if dtype is not None:
-                from l0prune.exporting.onnx import half as half_precision  # loads onnx
-
-                opset = half_precision.opset_for(dtype, opset, pieces)
+                in_half = provided("HalfFile")(dtype, opset, pieces)
+                opset = in_half.opset
             if int8 is not None:
                 from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
 
@@ -185,8 +182,8 @@ class Export(Outcome):
                             proven, target, int8, self.ranges, compensate
                         )
                 if dtype is not None:
-                    targets = files.begin(half_precision.path_of(file, dtype))
-                    self.half = half_precision.write_half(proven, *targets, dtype, half_io)
+                    unfinished_half = files.begin(in_half.beside(file))
+                    self.half = in_half.write(proven, *unfinished_half, half_io)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files
@@ -198,9 +195,11 @@ class Export(Outcome):
         checks: list[Check] = []
         for piece in steps(self._made.pieces):
             checks += files.add(piece, piece.file_of(path), opset, self.source, apart)
-        certificate = self.certificate.without("onnx", "openvino").with_checks(checks)
+        others = {name: each.load("file_checks", name) for name, each in behind("file_checks")}
+        certificate = self.certificate.without("onnx", *others).with_checks(checks)
         for piece, unfinished in zip(self._made.pieces, files.paths.values(), strict=True):
-            certificate = certificate.with_checks(tried_elsewhere(unfinished, piece))
+            for tried in others.values():
+                certificate = certificate.with_checks(tried(unfinished, piece))
         return certificate
 
     def _time(
@@ -282,9 +281,9 @@ class Export(Outcome):
             L0pruneError: ExecuTorch or LiteRT cannot translate the model, or run what came of it.
             UsageError: one of these is asked for and not installed.
         """
-        if (kind := FORMATS.get(Path(path).suffix)) is not None:
-            return self._save_program(kind, path)
-        if Path(path).suffix == ".pt2":
+        if FORMATS.knows(suffix := Path(path).suffix):
+            return self._save_program(FORMATS.named(suffix), path)
+        if suffix == ".pt2":
             for piece in self.pieces:
                 save = partial(torch.export.save, piece.program)
                 atomic_write(piece.file_of(path), save)
@@ -292,7 +291,7 @@ class Export(Outcome):
         self._look()
         known = described(self.module, self._facts, self._made.trials, model)
         state, apart = self._state_now(), apart_from_state(known, self.module)
-        if Path(path).suffix == ".safetensors":
+        if suffix == ".safetensors":
             tensors, tied = each_once({**state, **apart})
             manifest = as_text(known.model_copy(update={"tied": tied}))
             write_tensors(path, tensors, {"format": "pt", MANIFEST: manifest})
@@ -377,10 +376,9 @@ class Export(Outcome):
             CertificateError: the network there would compute something else.
             FileError: it cannot be written; what was there is unchanged.
         """
-        from l0prune.exporting.own_class.vllm import write_for_vllm  # loads transformers
-
         self._look()
-        return write_for_vllm(folder, self.module, self._made.trials)
+        how: str = provided("write_for_vllm")(folder, self.module, self._made.trials)
+        return how
 
     @property
     def _facts(self) -> dict[str, Any]:

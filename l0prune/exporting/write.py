@@ -26,7 +26,7 @@ from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
 from l0prune.files.earlier_cuts import remember, since_the_first
-from l0prune.files.onnx_network import OnnxNetwork, Origin
+from l0prune.files.source_file import SourceFile, source_file_of
 from l0prune.gating.bank import Gates
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
@@ -61,7 +61,7 @@ def write(
     reason = " ".join(filter(None, (each.reason for each in comparisons)))
     training = " ".join(filter(None, (each.training for each in comparisons)))
     unclear = "" if reason else _note_on_old_sizes(network)
-    origin = network.plain.origin if isinstance(network.plain, OnnxNetwork) else None
+    origin = source_file_of(network.plain)
     sizes = {name: network.plain.get_parameter(name).numel() for name in unused}
     note, images = note_on(network.comparisons, sizes), bank.facts.get("preprocessing")
     cut = {
@@ -101,7 +101,7 @@ def write(
     )
 
 
-def _checks_of(origin: Origin | None) -> tuple[Check, ...]:
+def _checks_of(origin: SourceFile | None) -> tuple[Check, ...]:
     """Comparison of the dense network with the ONNX file that it was converted from, if any."""
     if origin is None:
         return ()

@@ -29,10 +29,10 @@ from l0prune.files.consent import check_consent
 from l0prune.files.exit_network import ExitNetwork
 from l0prune.files.input_gates import InputGatedNetwork
 from l0prune.files.model_sources import load_model
-from l0prune.files.onnx_network import OnnxNetwork
 from l0prune.files.pickles import check_exists, check_whole, load_bytes
 from l0prune.files.plan_check import check_plan
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
+from l0prune.files.source_file import source_file_of
 from l0prune.files.tensor_file import (
     GATED,
     Stored,
@@ -152,8 +152,8 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     for name, each in _arounds(model):
         if each.facts is not None:
             facts[name] = json.loads(json.dumps(each.facts))
-    if isinstance(model, OnnxNetwork):
-        facts.setdefault("model", model.origin.file)
+    if (source := source_file_of(model)) is not None:
+        facts.setdefault("model", source.file)
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():

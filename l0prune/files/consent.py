@@ -12,9 +12,11 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from l0prune.doors import Registry
 from l0prune.errors import FileError
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +27,9 @@ _HARMLESS = re.compile(
     r"[^:]*(:\d+)?|(torchvision|timm):[\w.\-]+|(imagefolder|text):.*", re.ASCII | re.DOTALL
 )
 _DATA_ROOT = "data root"
-ONNX = ".onnx"  # suffix of such files
+# Builders of models that are not files of torch: by what stands before the colon of a spec
+# (``torchvision``), or by the suffix of a file. They are given what follows, or the path.
+SOURCES: Registry[Callable[[str], Any]] = Registry("source of models", "sources")
 
 
 class _Request(NamedTuple):
@@ -78,6 +82,11 @@ def is_code(spec: str) -> bool:
     return path.endswith(".py") and bool(name)
 
 
+def is_read(spec: str) -> bool:
+    """Return whether the spec is a file of a format that a network can be made of."""
+    return SOURCES.knows(Path(spec).suffix)
+
+
 def _request(spec: str) -> _Request | None:
     """Return the request for consent to a spec; None if it needs none."""
     by_hand = f'name it yourself (l0prune.load(path, model=l0prune.load_model("{spec}")))'
@@ -88,12 +97,12 @@ def _request(spec: str) -> _Request | None:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         by_hand = by_hand.removesuffix(")") + "; for data: --data)"
         return _Request(f"code {path} {content}", f"run {spec} ({path})", by_hand)
-    if spec.endswith(ONNX):
+    if is_read(spec):
         path = Path(spec).resolve()
         if not path.is_file():
             return None
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-        return _Request(f"onnx {path} {content}", f"read {spec} ({path})", by_hand)
+        return _Request(f"{path.suffix[1:]} {path} {content}", f"read {spec} ({path})", by_hand)
     if _HARMLESS.fullmatch(spec):
         return None
     return _Request(f"fetch {spec}", f"fetch {spec}", by_hand)

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, L0pruneError, UsageError, first_line
-from l0prune.files.consent import ONNX, is_code, remember
+from l0prune.files.consent import SOURCES, is_code, is_read, remember
 from l0prune.gating.gated_class import CHILD
 
 
@@ -109,9 +109,9 @@ def _place(error: BaseException, path: str) -> str:
 
 
 def is_rebuildable(spec: str) -> bool:
-    """Return whether the spec names a package, a Python or an ONNX file to build from."""
+    """Return whether the spec names a package, a Python file or another one to build from."""
     kind, _, name = spec.partition(":")
-    return is_code(spec) or spec.endswith(ONNX) or (kind in PACKAGES and bool(name))
+    return is_code(spec) or is_read(spec) or (kind in SOURCES and bool(name))
 
 
 def from_code(spec: str) -> Any:
@@ -122,14 +122,12 @@ def from_code(spec: str) -> Any:
         UsageError: it names nothing.
     """
     kind, _, name = spec.partition(":")
-    if kind in PACKAGES and name:
+    if kind in SOURCES and name:
         remember(spec)
-        return PACKAGES[kind](name)
-    if spec.endswith(ONNX):
-        from l0prune.files.onnx_source import load_onnx  # loads onnx
-
+        return SOURCES[kind](name)
+    if is_read(spec):
         remember(spec)
-        return load_onnx(spec)
+        return SOURCES.named(Path(spec).suffix)(spec)
     factory = named(spec)
     return factory if isinstance(factory, nn.Module) else called(factory, spec)
 
@@ -202,11 +200,7 @@ def _package(name: str) -> Any:
         raise UsageError(f"{name} is not installed here: pip install {name}") from error
 
 
-PACKAGES: dict[str, Callable[[str], nn.Module]] = {
-    "torchvision": torchvision_model,
-    "timm": _timm,
-    "transformers": _transformers,
-}
+SOURCES.update(torchvision=torchvision_model, timm=_timm, transformers=_transformers)
 
 
 def check_no_gates(names: Iterable[str], where: str) -> None:

@@ -18,13 +18,13 @@ from l0prune.capture.outputs import chosen_outputs
 from l0prune.capture.sizes import free_sizes
 from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.undisturbed import undisturbed
+from l0prune.doors import provided
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating import defaults
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.axis_trials import offered
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.kinds.base import Gate, gate_of
-from l0prune.gating.loadable import loadable
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
@@ -196,7 +196,8 @@ def _loadable(
 ) -> Plan:
     if keep_class is False:
         raise UsageError("loadable_by needs a model of its own class: give no keep_class=False")
-    return loadable(plan, model, program, example, [*_not_native(plan, model)])
+    whole: Plan = provided("loadable")(plan, model, program, example, [*_not_native(plan, model)])
+    return whole
 
 
 def _kind(given: Gate | None) -> Gate:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 
 from torch.fx import Node
 
+from l0prune.doors import Registry
 from l0prune.errors import CaptureError, L0pruneError
 from l0prune.infer.nodes import called
 from l0prune.infer.solver import Expr
@@ -79,8 +80,8 @@ class NotFollowed(Exception):
     """
 
 
-RULES: dict[str, Rule] = {}
-ZEROS: dict[str, Zero] = {}
+RULES: Registry[Rule] = Registry("rule", "rules")
+ZEROS: Registry[Zero] = Registry("zero rule", "rules")
 
 
 def rule(*operators: str, zero: Zero = never) -> Callable[[Rule], Rule]:

@@ -15,6 +15,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from l0prune.doors import Registry
 from l0prune.errors import UsageError
 from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
@@ -197,7 +198,7 @@ class SumOfTerms(Measure):
 
 M = TypeVar("M", bound=type[Measure])
 
-_kinds: dict[str, type[Measure]] = {}
+MEASURES: Registry[type[Measure]] = Registry("measure", "measures")
 _NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 _SUFFIX = re.compile(r"[^\W\d_]*")
 
@@ -222,19 +223,19 @@ def register(kind: M) -> M:
             f"the suffixes of {kind.name} must be letters only, the first of them worth 1, "
             f"such as {{'kB': 1.0, 'MB': 1e3}}, not {dict(kind.suffixes)!r}"
         )
-    other = _kinds.get(kind.name)
+    other = MEASURES.get(kind.name)
     if other is not None and other.__qualname__ != kind.__qualname__:  # a cell that is run again
         raise UsageError(
             f"there is another measure called {kind.name!r} ({other.__module__}."
             f"{other.__qualname__}); give {kind.__qualname__} a name of its own"
         )
-    _kinds[kind.name] = kind
+    MEASURES[kind.name] = kind
     return kind
 
 
 def names() -> tuple[str, ...]:
     """The names of all measures, in the order in which they were registered."""
-    return tuple(_kinds)
+    return tuple(MEASURES)
 
 
 def kind_of(name: str) -> type[Measure]:
@@ -243,8 +244,8 @@ def kind_of(name: str) -> type[Measure]:
     Raises:
         UsageError: there is none.
     """
-    check_measure(name, _kinds)
-    return _kinds[name]
+    check_measure(name, MEASURES)
+    return MEASURES[name]
 
 
 def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure:

@@ -5,9 +5,9 @@ Tests show that they are those of the registries.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 
+from l0prune.doors import missing, unknown
 from l0prune.errors import UsageError
 
 SCORES = (
@@ -28,13 +28,13 @@ PACKAGES = ("torchvision", "timm", "transformers")  # whose networks have a name
 def check_score(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no score of this name."""
     if name not in known:
-        raise UsageError(f"there is no score {name!r}; there are {', '.join(sorted(known))}")
+        raise UsageError(missing(name) or unknown("score", name, sorted(known)))
 
 
 def check_gate(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no kind of gate of this name."""
     if name.replace("_", "-") not in known:
-        raise UsageError(f"there is no gate {name!r}; there are {', '.join(sorted(known))}")
+        raise UsageError(missing(name) or unknown("gate", name, sorted(known)))
 
 
 def check_criterion(name: str, kind: str) -> None:
@@ -42,12 +42,8 @@ def check_criterion(name: str, kind: str) -> None:
     known = LOSSES if kind == "loss" else METRICS
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise UsageError(
-        f"there is no {kind} {name!r}; {hint} are {', '.join(known)}, a file.py:function, and in "
-        "Python a function of (outputs, targets)"
-    )
+    more = ", a file.py:function, and in Python a function of (outputs, targets)"
+    raise UsageError(unknown(kind, name, known, more))
 
 
 def no_data(spec: str) -> UsageError:

@@ -1,26 +1,21 @@
-"""Names of the runtimes that a network can be made for; ``timing/runtimes.py`` runs them."""
+"""Names of the runtimes that a network can be made for."""
 
 from __future__ import annotations
 
+from l0prune.doors import behind, missing
 from l0prune.errors import UsageError
 
 TARGET = "onnxruntime"  # where nothing else is said
-TARGETS = (
-    TARGET,
-    "onnxruntime-int8",
-    "openvino",
-    "openvino-int8",
-    "eager",
-    "compile",
-    "executorch",
-    "litert",
-    "cuda-graph",
-    "torch-cuda-bf16",
-)
+
+
+def targets() -> tuple[str, ...]:
+    """Return the names of all runtimes; the usual one needs no feature to be made for."""
+    return tuple(dict.fromkeys((TARGET, *(name for name, _ in behind("runtimes")))))
 
 
 def check_target(name: str) -> str:
     """Return the name of a runtime; raise UsageError if there is none of this name."""
-    if name not in TARGETS:
-        raise UsageError(f"target is one of {', '.join(TARGETS)}, not {name!r}")
+    if name not in (known := targets()):
+        no_target = f"target is one of {', '.join(known)}, not {name!r}"
+        raise UsageError(missing(name) or no_target)
     return name

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from l0prune.capture.weights import weights_of
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError
 from l0prune.exporting.onnx.speedup import Speedup
+from l0prune.exporting.outcome import InHalf
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
-from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.attaching import holder
 from l0prune.plan.cost import cost_of
-from l0prune.plan.plan import Plan
 from l0prune.report.content import (
     Axis,
     BudgetResult,
@@ -35,23 +35,19 @@ from l0prune.report.content import (
     LayerBits,
     LayerChange,
     Metric,
-    OwnerTime,
     Pair,
     Repeat,
     StoredFile,
     Time,
-    TimeByLayer,
     Training,
 )
 from l0prune.report.layers import UNKNOWN, axes_before_and_after, layers_before_and_after
 from l0prune.report.survey import Survey
 from l0prune.running.environment import environment
 from l0prune.running.task import LOSS, RECORD_KEYS, amount_keys, amounts
-from l0prune.timing.table import LatencyTable, Setting
 from l0prune.training.history import FACTS, NAME, History, Record
 
 if TYPE_CHECKING:
-    from l0prune.exporting.onnx.half import Half
     from l0prune.exporting.onnx.int8 import Int8
 
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
@@ -176,66 +172,6 @@ def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
     return Repeat.model_validate(known | empty)
 
 
-def add_time(content: Content, table: LatencyTable, model: nn.Module) -> Content:
-    """Return the report with a latency table's prediction of a gated model's time.
-
-    The table of another model is left out. Slots that only fill blocks are known from the last fit.
-
-    Raises:
-        NotGated: the model carries no gates.
-    """
-    gates = gates_of(model)
-    try:
-        measure = table.of(gates.plan)
-    except UsageError:
-        return content
-    kept = gates.plan.kept(gates.open())
-    asked = _asked(gates.plan, kept & gates.open().cpu(), _filling(content))
-    before = measure.by_owner(torch.ones(len(kept), dtype=torch.float64))
-    after = measure.by_owner(kept.to(torch.float64))
-    filling = measure.filling_by_owner(kept, asked)
-    found = TimeByLayer(
-        setting=str(table.setting),
-        measured=table.dense,
-        quality=str(table.quality),
-        owners=[
-            OwnerTime(
-                name=name,
-                before=before.get(name, 0.0),
-                after=after.get(name, 0.0),
-                filling=filling.get(name, 0.0),
-            )
-            for name in dict.fromkeys((*before, *after))
-        ],
-        timed=_measured_share(content.gain.time, table.setting),
-    )
-    return content.model_copy(update={"time": found})
-
-
-def _filling(content: Content) -> dict[str, int]:
-    """Return the number of slots that the last fit kept only to fill blocks, by axis."""
-    fits = [content.fit, *(training.fit for training in content.trainings)]
-    return next((fit.filling for fit in reversed(fits) if fit is not None), {})
-
-
-def _asked(plan: Plan, open_: Tensor, filling: Mapping[str, int]) -> Tensor:
-    """Return the mask of open slots without the last ones of each axis that only fill blocks."""
-    asked = open_.clone()
-    for axis in plan.axes:
-        slots = axis.start + open_[axis.slice].nonzero().flatten()
-        asked[slots[len(slots) - filling.get(axis.name, 0) :]] = False
-    return asked
-
-
-def _measured_share(time: Time | None, setting: Setting) -> float | None:
-    """Return the time ratio that the export measured, if its setting was that of the table."""
-    if time is None:
-        return None
-    mine = (f"{setting.runtime} {setting.version}", setting.threads, setting.batch)
-    is_same = (time.runtime, time.threads, time.batch) == mine
-    return time.share if is_same and time.processor == setting.processor else None
-
-
 def repeat_facts(files: Sequence[Path], recipe: Mapping[str, Any] | None = None) -> Repeat:
     """Return the instructions to repeat the run in this environment.
 
@@ -280,9 +216,9 @@ def _time(speedup: Speedup) -> Time:
     )
 
 
-def _others(small: Export) -> dict[str, Int8 | Half]:
+def _others(small: Export) -> dict[str, Int8 | InHalf]:
     """Return the results of the files with fewer bits beside the float32 one, by format."""
-    found: dict[str, Int8 | Half] = {} if small.int8 is None else {"int8": small.int8}
+    found: dict[str, Int8 | InHalf] = {} if small.int8 is None else {"int8": small.int8}
     return found if small.half is None else {**found, small.half.dtype: small.half}
 
 

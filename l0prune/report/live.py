@@ -12,11 +12,10 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from l0prune.doors import is_provided, provided
 from l0prune.errors import L0pruneError, warn
 from l0prune.plan.targets import TARGET
 from l0prune.report.report import HTML, Report, of_trainings, trainings_in
-from l0prune.timing.measure import known_table
-from l0prune.timing.table import LatencyTable
 from l0prune.training import run
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
@@ -99,8 +98,11 @@ def finetune(
     """
 
     def report_on(history: History) -> Report:
-        table = settings.get("latency") or known_table(model, settings.get("target", TARGET))
-        latency = table if isinstance(table, LatencyTable) else None
+        latency = settings.get("latency")
+        if latency is None and is_provided("known_table"):
+            latency = provided("known_table")(model, settings.get("target", TARGET))
+        if not hasattr(latency, "setting"):  # another source of times, without those by layer
+            latency = None
         return Report.of(history=history, model=model, latency=latency)
 
     return _train_with_page(

@@ -15,12 +15,13 @@ from markupsafe import escape
 from pydantic import ValidationError
 from torch import nn
 
+from l0prune.doors import is_provided, provided
 from l0prune.errors import FileError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import read_json, read_text
+from l0prune.plan.measures import Source
 from l0prune.report.collect import (
-    add_time,
     add_trainings,
     file_facts,
     from_export,
@@ -31,9 +32,7 @@ from l0prune.report.collect import (
     training_of,
 )
 from l0prune.report.content import Comparison, Content, Gain, Metric, Pair, Run, Training, parsed
-from l0prune.report.page.html import html
 from l0prune.report.survey import Survey
-from l0prune.timing.table import LatencyTable
 from l0prune.training.history import NAME, History
 
 JSON, HTML, RESULT = "report.json", "report.html", "result.json"
@@ -58,7 +57,7 @@ class Report:
         history: History | Sequence[History] | None = None,
         *,
         model: nn.Module | None = None,
-        latency: LatencyTable | None = None,
+        latency: Source | None = None,
     ) -> Report:
         """Return the report of an export, of a training, or of both.
 
@@ -81,7 +80,7 @@ class Report:
         trainings = [training_of(each) for each in histories if each.records]
         content = add_trainings(content, trainings)
         if latency is not None and model is not None:
-            content = add_time(content, latency, model)
+            content = provided("add_time")(content, latency, model)
         return Report(content)
 
     @staticmethod
@@ -112,7 +111,8 @@ class Report:
         Args:
             live: whether the page reloads itself periodically, while a run goes on.
         """
-        return html(self.content, live=live)
+        page: str = provided("html")(self.content, live=live)
+        return page
 
     def save(self, path: str | os.PathLike[str], *, live: bool = False) -> tuple[Path, Path]:
         """Write the page, and its data to a file of the same name with the ending ``.json``.
@@ -122,7 +122,7 @@ class Report:
             live: as for ``html``.
 
         Returns:
-            The page's path, and that of the data.
+            The page's path, and that of the data; twice the latter where pages are not installed.
 
         Raises:
             FileError: they cannot be written.
@@ -132,6 +132,8 @@ class Report:
         if page == data:
             raise FileError(f"{path} was not written: it is the page's path, such as {HTML}.")
         write_whole(data, self.content.model_dump_json(indent=1))
+        if not is_provided("html"):
+            return data, data
         write_whole(page, self.html(live=live))
         return page, data
 

@@ -11,11 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside
 from l0prune.data import Data, Loaded
-from l0prune.data.dataset import Tensors
+from l0prune.data.dataset import Tensors, map_tensors, without_labels
 from l0prune.errors import DataError
-from l0prune.running.task import Task, is_split
+from l0prune.running.batches import Feed
+from l0prune.running.task import Task, batch_length, is_split
+
+_ENOUGH = 8  # batches wanted where their size can be chosen
 
 
 def inputs_for(model: nn.Module, given: Any) -> Any:
@@ -158,3 +162,78 @@ class _Collate:
 
     def __call__(self, examples: list[Any]) -> Any:
         return self._arguments.batch(self._collate(examples))
+
+
+def inputs_of(
+    given: Any, samples: int, batch_size: int, place: torch.device, seed: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield batches of a model's inputs, with their targets or None, on a device.
+
+    They come in random order where there is a choice.
+
+    Raises:
+        DataError: there are none, or some are not finite.
+    """
+    found: Iterator[tuple[Any, Any]]
+    if isinstance(given, Tensor) or _is_example(given):
+        generator = torch.Generator().manual_seed(seed)
+        count = len(given) if isinstance(given, Tensor) else len(next(iter(given.values())))
+        size = _size(batch_size, min(count, samples))
+        order = torch.randperm(count, generator=generator)[:samples].split(size)
+        found = ((_rows(given, index, place), None) for index in order)
+    else:
+        task = Task.of(given)
+        if isinstance(task.train, Tensor) or _is_example(task.train):
+            yield from inputs_of(task.train, samples, batch_size, place, seed)
+            return
+        if is_split(task.train):
+            batch_size = _size(batch_size, min(len(task.train), samples))
+        feed = Feed(task, batch_size, seed, augment=False)
+        found = ((batch.inputs, batch.targets) for batch in feed.train(0, place))
+        if not is_split(task.train):
+            found = _shuffled(found, samples, seed)
+    left = samples
+    for inputs, targets in found:
+        if left <= 0:
+            return
+        left -= batch_length(inputs, targets)
+        _check_finite(inputs)
+        yield without_labels(inputs), targets
+
+
+def _shuffled(
+    batches: Iterator[tuple[Any, Any]], samples: int, seed: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the first batches of so many examples in random order.
+
+    Batches of a user are often sorted (files of one text after another), and the first ones would
+    be used most.
+    """
+    held: list[tuple[Any, Any]] = []
+    for batch in batches:
+        held.append(batch)
+        samples -= batch_length(*batch)
+        if samples <= 0:
+            break
+    for number in torch.randperm(len(held), generator=torch.Generator().manual_seed(seed)):
+        yield held[number]
+
+
+def _rows(given: Any, index: Tensor, place: torch.device) -> Any:
+    return map_tensors(given, lambda tensor: tensor[index].to(place))
+
+
+def _size(batch_size: int, examples: int) -> int:
+    """Return a batch size, reduced so that there are ``_ENOUGH`` batches."""
+    return max(1, min(batch_size, examples // _ENOUGH))
+
+
+def _is_example(given: Any) -> bool:
+    is_mapping = isinstance(given, Mapping) and bool(given)
+    return is_mapping and all(isinstance(value, Tensor) for value in given.values())
+
+
+def _check_finite(batch: Any) -> None:
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+            raise DataError("the inputs hold numbers that are not finite (NaN or infinite)")

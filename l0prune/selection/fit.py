@@ -30,9 +30,7 @@ from l0prune.running.batches import usual_batch_size
 from l0prune.running.processes import run_on_first
 from l0prune.running.task import Task
 from l0prune.selection import fitted
-from l0prune.selection.compensate import Calibration, Compensation, calibration
 from l0prune.selection.correction import corrected, observations, observed
-from l0prune.selection.division import Division
 from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of, times_on
 from l0prune.selection.oneshot import OneShot
 from l0prune.selection.score_input import ScoreInput
@@ -103,12 +101,13 @@ def fit(
     gates = gates_of(model)
     gates.make_whole()
     latency = table_if_needed(model, () if budget is None else limits(budget), latency, target)
-    wanted = _wanted(gates.plan, budget, latency)
+    wanted = bounds_of(gates.plan, budget, latency)
     if compensate:
         options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
         options |= {"round_to": round_to, "target": target}
         blocks_for(gates.plan, wanted, round_to, latency, target=target)
-        return _compensated(model, data, budget, **options)
+        counts: dict[str, float] = provided("fit_compensated")(model, data, budget, **options)
+        return counts
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
@@ -140,49 +139,6 @@ def fit(
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
 
 
-def _compensated(
-    model: nn.Module, data: Any, budget: LimitsLike | None, **options: Any
-) -> dict[str, float]:
-    """Run ``fit`` with compensation, and return the export's amounts."""
-    with calibration(model, _needed(data)) as found:
-        division = found.division() if options["scores"] is None and budget is not None else None
-        counts, gain = fit_and_compensate(found, budget, division, **options)
-        gain.warn_if_useless()
-        return counts
-
-
-def fit_and_compensate(
-    found: Calibration,
-    budget: LimitsLike | None,
-    division: Division | None,
-    *,
-    scores: Tensor | None = None,
-    round_to: Widths = "auto",
-    target: str = TARGET,
-    latency: Source | None = None,
-    **options: Any,
-) -> tuple[dict[str, float], Compensation]:
-    """Cut a network, by the scores of a division if there is one, and compensate it.
-
-    Returns:
-        What ``fit`` returns, and the gain of the compensation.
-    """
-    if division is not None:
-        plan = found.gates.plan
-        wanted = _wanted(plan, budget, latency)
-        blocks = blocks_for(plan, wanted, round_to, latency, target=target)
-        scores = division.scores_for(wanted, blocks)
-    options |= {"round_to": round_to, "target": target, "latency": latency}
-    counts = fit(found.root, budget, scores, **options)
-    return counts, found.compensate()
-
-
-def _needed(data: Any) -> Any:
-    if data is None:
-        raise UsageError("compensate=True takes inputs to compensate with: give data")
-    return data
-
-
 def check_request(
     model: nn.Module,
     budget: LimitsLike | None,
@@ -200,14 +156,15 @@ def check_request(
         UsageError: see ``fit``.
     """
     gates = gates_of(model)
-    wanted = _wanted(gates.plan, budget, latency)
+    wanted = bounds_of(gates.plan, budget, latency)
     asked = kinds or (_scored(gates.plan) if scored else ())
     movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
     blocks_for(gates.plan, wanted, round_to, latency, movable, target)
     warn_of_little(gates.plan, wanted)
 
 
-def _wanted(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tuple[Bound, ...]:
+def bounds_of(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tuple[Bound, ...]:
+    """Return the bounds of a budget, with the table of times that it needs, on a plan."""
     sources = () if latency is None else (latency,)
     return bounds(plan, () if budget is None else limits(budget), sources)
 

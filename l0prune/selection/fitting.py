@@ -8,6 +8,7 @@ that open and close together, for widths in whole multiples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil, lcm
 from typing import Literal, NamedTuple
@@ -15,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from l0prune.doors import provided
+from l0prune.doors import is_provided, provided
 from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound
@@ -23,7 +24,7 @@ from l0prune.plan.measures import Measure
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.targets import TARGET, check_target
-from l0prune.plan.width_times import WidthTimes, have_widths
+from l0prune.plan.width_times import LINEAR, WidthTimes, have_widths
 from l0prune.running.processes import run_on_first
 
 # A budget counts as used up when less than this share of it is free.
@@ -382,7 +383,10 @@ def times_on(target: str) -> WidthTimes:
     Raises:
         UsageError: no runtime has this name.
     """
-    found: WidthTimes = run_on_first(lambda: provided("width_times")(check_target(target)))
+    check_target(target)
+    if not is_provided("width_times"):
+        return WidthTimes(target, "by their MACs alone", {}, {LINEAR: 1.0}, math.inf)
+    found: WidthTimes = run_on_first(lambda: provided("width_times")(target))
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
+from l0prune.doors import Registry
 from l0prune.errors import DataError, UsageError, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
@@ -41,7 +42,7 @@ _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 Normalise = Literal["axis-mean", "none"]
 Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
-_scores: dict[str, Callable[[ScoreInput], Tensor]] = {}
+SCORES: Registry[Callable[[ScoreInput], Tensor]] = Registry("score", "scores")
 
 
 @displayed
@@ -118,7 +119,7 @@ def _check_options(normalise: str, batches: int | None, batch_size: int, seed: i
 
 def names() -> list[str]:
     """Return the names of all registered scores."""
-    return sorted(_scores)
+    return sorted(SCORES)
 
 
 def current_name(name: str) -> str:
@@ -127,7 +128,7 @@ def current_name(name: str) -> str:
         today = FORMER_SCORES[name]
         warn_renamed(f"the score {name!r}", repr(today))
         name = today
-    check_score(name, _scores)
+    check_score(name, SCORES)
     return name
 
 
@@ -139,7 +140,7 @@ def register(name: str) -> Callable[[Score], Score]:
     """
 
     def known(function: Score) -> Score:
-        _scores[name] = function
+        SCORES[name] = function
         return function
 
     return known
@@ -164,7 +165,7 @@ def compute_score(
 ) -> ComputedScore:
     """Compute a registered score, or the function ``by`` instead of it."""
     with stage(f"scoring by {name}"):
-        values = (by or _scores[name])(of)
+        values = (by or SCORES[name])(of)
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {name} scores are nan or inf: look for that in the data and weights")
     return ComputedScore(name, of, values)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, weights_of
 from l0prune.plan.bits import check_menu
 from l0prune.training.averages import Followers
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
-from l0prune.training.elements import penalty_of
 from l0prune.training.gate_settings import GATES, Compact, GateSettings
 from l0prune.training.gate_terms import GateTerms, add_gradients
-from l0prune.training.group_penalty import stand
 from l0prune.training.optimizers import free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
 from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
-from l0prune.training.start import Decision
+from l0prune.training.start import Decision, stand
 
 FORMAT = 1
 _KEYS = {"format", "axes", "phases", "step", "begun", "doctor", "work", "cut"}
@@ -58,6 +58,28 @@ def planned(settings: GateSettings, steps: int, warmup: int | None, settle: int 
         return Phases.plan(steps, warmup, 0)
     # Gates are fitted to a budget, and to whole blocks, when settling begins.
     return Phases.plan(steps, warmup, settle, int(settings.budget is not None or settings.rounds))
+
+
+class Penalty(Protocol):
+    """Penalty on the weights of slots, in the place of gates that learn, for one run."""
+
+    def before(self, number: int, optimizers: Sequence[Optimizer]) -> None:
+        """Change gradients before the optimizer's step of this number, if it does that."""
+
+    def step(self, number: int, optimizers: Sequence[Optimizer]) -> None:
+        """Shrink weights after the optimizer's step of this number."""
+
+    def rank(self) -> str:
+        """Choose what stays, before the weights settle; return a message, empty if none."""
+
+    def record(self) -> dict[str, Any]:
+        """Return what a record of the run has of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with which a run goes on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from ``state_dict``."""
 
 
 class GateRun:
@@ -109,9 +131,11 @@ class GateRun:
         fraction = self._settings.branch_freeze_fraction
         self._decision = Decision(self.gates, learning, fraction, self.budget)
         self.doctor = Doctor(self._terms, self.phases)
-        self._penalty = penalty_of(
-            self.model, self.gates, self._settings, self._n, self.phases, self.budget
-        )
+        self._penalty: Penalty | None = None
+        if self._settings.penalty is not None:
+            self._penalty = provided("penalty_of")(
+                self.model, self.gates, self._settings, self._n, self.phases, self.budget
+            )
 
     @property
     def gate_lr(self) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError
 from l0prune.plan.numbers import check_whole, is_number
 from l0prune.plan.targets import TARGET, check_target
@@ -219,9 +220,7 @@ class GateSettings(Declared):
     @classmethod
     def _is_a_penalty(cls, name: str | None) -> str | None:
         if name is not None:
-            from l0prune.training.shrinkage import shrinkage_of
-
-            shrinkage_of(name)
+            provided("shrinkage_of")(name)
         return name
 
     @model_validator(mode="after")

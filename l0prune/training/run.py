@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from l0prune.doors import provided
 from l0prune.errors import FileError, Interrupted, UsageError
 from l0prune.files.atomic import claimed
 from l0prune.gating.attaching import bypass, check_ungated, gates_of
@@ -30,7 +31,6 @@ from l0prune.training.exits import with_exit_loss
 from l0prune.training.fields import current_names
 from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gate_settings import GATES, GSM
-from l0prune.training.gsm import with_defaults
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
@@ -92,7 +92,7 @@ def _train_in(
     else:
         phases = _phases(settings, feed.steps)
         if settings.penalty == GSM:
-            settings = with_defaults(settings, phases.learning)
+            settings = provided("gsm_defaults")(settings, phases.learning)
         known = (settings, phases, feed.size, settings.compact_when)
         pruner = GateRun(model, *known)
     folder = None if settings.out is None else Path(settings.out)

@@ -189,6 +189,13 @@ def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Be
     return Beginning(said, decided)
 
 
+@torch.no_grad()
+def stand(gates: Gates) -> None:
+    """Set all open gates to the same log α, at which z is 1."""
+    starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
+    gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
+
+
 def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:
     """Return the name of the score, or ``ALIKE``."""
     gates = gates_of(model)

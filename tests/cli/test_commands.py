@@ -14,11 +14,11 @@ from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.cli.project import find_recipe
+from l0prune.features.latency.runtimes import RUNTIMES
+from l0prune.features.recipes import files as recipe_files
 from l0prune.plan import measures
 from l0prune.selection import scores
-from l0prune.timing.runtimes import RUNTIMES
 
 NETS = __file__
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
@@ -91,7 +91,7 @@ def test_a_budget_in_a_measure_of_ones_own(done, refused, tmp_path):
         assert found["counts"] == {"slots=0.5": sum(found["open"].values())}
         assert "slots=0.5: 164 sl" in done(*budget, "--measure", "peak.py:Slots")[0]
     finally:
-        measures._kinds.pop("slots", None)
+        measures.MEASURES.pop("slots", None)
 
 
 MEASURE = """

@@ -5,7 +5,7 @@ from test_start_up import python
 
 from l0prune.cli.early import check
 from l0prune.errors import L0pruneError
-from l0prune.files.user_code import PACKAGES
+from l0prune.files.consent import SOURCES
 from l0prune.gating.kinds import base
 from l0prune.plan import names
 from l0prune.plan.budget_text import UNITS, check_texts
@@ -23,7 +23,7 @@ WRONG = [
     ("gate m.pt --gate hard", "there is no gate 'hard'"),
     ("export none.tuned.pt", "none.tuned.pt does not exist."),
     ("measure none.gated.pt", "none.gated.pt does not exist."),
-    ("finetune m.pt --budget mac=0.5", "a budget is about one of params, macs"),
+    ("finetune m.pt --budget mac=0.5", "there is no measure 'mac'; did you mean 'macs'"),
     ("finetune m.pt --budget macs=half", "cannot read 'half' in the budget"),
     ("finetune m.pt --budget latency=12parsecs", "'parsecs' is none of its units"),
     ("finetune m.pt --set epochz=3", "there is no setting 'epochz'; did you mean 'epochs'?"),
@@ -34,7 +34,7 @@ WRONG = [
     ("fit m.pt --budget macs=0.5 --score best", "there is no score 'best'"),
     ("fit m.pt --budget macs=0.5 --target tensorrt", "target is one of onnxruntime"),
     ("fit m.pt --latency none.json --budget latency=0.5", "none.json does not exist."),
-    ("shrink m.pt --budget flops=0.5", "a budget is about one of params, macs"),
+    ("shrink m.pt --budget flops=0.5", "there is no measure 'flops'"),
     ("run digits-wide-open", "there is no recipe 'digits-wide-open'"),
 ]
 COMMANDS = """
@@ -85,8 +85,8 @@ def test_these_are_the_names_that_are_registered():
     assert [*names.METRICS] == [*criteria._METRICS]
     assert [*names.LOSSES] == [criteria.AUTO, *criteria._LOSSES]
     assert {*names.DATA} == {*sources._NAMED}
-    assert {*names.PACKAGES} == {*PACKAGES}
-    assert {name.replace("-", "_") for name in names.GATES} <= {*base._kinds}
+    assert {*names.PACKAGES} == {each for each in SOURCES if each.isidentifier()}
+    assert {name.replace("-", "_") for name in names.GATES} <= {*base.KINDS}
     for name, units in UNITS.items():
         assert kind_of(name).suffixes == units
 

@@ -9,6 +9,7 @@ from commands import run
 
 from l0prune.cli.app import app
 from l0prune.cli.help import _GROUPS
+from l0prune.doors import behind
 
 COMMANDS = {
     name: command
@@ -46,6 +47,7 @@ def test_help_has_one_sentence_options_in_groups_and_three_examples(done, name):
 def test_a_group_names_only_options_that_there_are(command):
     there = {each.name for command in COMMANDS.values() for each in command.params}
     assert {name for names in _GROUPS.values() for name in names} <= there
+    assert {group for group, _ in behind("options")} <= {*_GROUPS}
 
 
 def test_help_of_a_process(tmp_path):

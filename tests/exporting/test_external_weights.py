@@ -14,7 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import FileError
-from l0prune.exporting.onnx import older
+from l0prune.exporting.onnx import external
 
 X = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
 
@@ -30,7 +30,7 @@ def exported(seed=0):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(older, "LARGEST", 1000)
+    monkeypatch.setattr(external, "LARGEST", 1000)
 
 
 def is_of(path, dense):
@@ -75,7 +75,7 @@ def test_the_next_save_takes_the_old_weights_away(tmp_path):
 @pytest.mark.slow
 def test_small_ones_have_none_any_more(tmp_path, monkeypatch):
     exported().save_onnx(tmp_path / "model.onnx")
-    monkeypatch.setattr(older, "LARGEST", 2**31)
+    monkeypatch.setattr(external, "LARGEST", 2**31)
     assert exported(1).save_onnx(tmp_path / "model.onnx") == (tmp_path / "model.onnx",)
     assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.cli.project import find_recipe
 from l0prune.errors import FileError, L0pruneError
+from l0prune.features.recipes import files as recipe_files
 from l0prune.files.checked_json import sealed
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS
 from l0prune.report.collect import training_in
@@ -67,9 +67,9 @@ def of_checkpoint(path):
 
 
 def table(model):
-    from l0prune.timing.facts import Group
-    from l0prune.timing.latency_model import LatencyModel, Step, Term
-    from l0prune.timing.table import LatencyTable, Quality, Setting, plan_id
+    from l0prune.features.latency.facts import Group
+    from l0prune.features.latency.latency_model import LatencyModel, Step, Term
+    from l0prune.features.latency.table import LatencyTable, Quality, Setting, plan_id
 
     plan = l0prune.gates(model).plan
     layouts = (next(d for dims in plan.tensors.values() for d in dims),)

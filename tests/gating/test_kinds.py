@@ -7,9 +7,9 @@ import torch
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.gating.kinds.base import Gate, _kinds, gate_from_dict, gate_of, gate_to_dict, register
+from l0prune.gating.kinds.base import KINDS, Gate, gate_from_dict, gate_of, gate_to_dict, register
 
-GATES = {name: kind() for name, kind in _kinds.items() if kind.__module__.startswith("l0prune.")}
+GATES = {name: kind() for name, kind in KINDS.items() if kind.__module__.startswith("l0prune.")}
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -118,4 +118,4 @@ def test_another_gate_is_one_registered_class():
         threshold: float = 0.0
 
     assert gate_from_dict({"name": "test_step", "threshold": 2.0}) == Step(2.0)
-    del _kinds["test_step"]
+    del KINDS["test_step"]

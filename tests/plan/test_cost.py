@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd import Function
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
+from l0prune.features.recipes import files as recipe_files
 from l0prune.plan.cost import CostModel, cost_of, group_weights
 from l0prune.plan.expected import first_order
 from l0prune.plan.layout import Cat, Const, Gated, Prod, Slots

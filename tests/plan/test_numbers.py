@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
+from l0prune.features.recipes import files as recipe_files
 from l0prune.plan.numbers import check_number, check_whole, is_count, is_number
 from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings

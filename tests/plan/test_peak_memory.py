@@ -11,7 +11,7 @@ from torch.fx import Interpreter
 from torch.utils import _pytree as pytree
 
 import l0prune
-from l0prune.plan.measures import _kinds
+from l0prune.plan.measures import MEASURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 (CODE,) = re.findall(r"## A measure\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -22,7 +22,7 @@ def peak():
     scope = {}
     exec(compile(CODE, PAGE.name, "exec"), scope)
     yield scope["PeakMemory"]
-    del _kinds["memory"]
+    del MEASURES["memory"]
 
 
 def cnn():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from l0prune.selection.lockstep import Weights, forwards
+from l0prune.features.unlabelled.lockstep import Weights, forwards
 from l0prune.selection.matrices import product_of
 
 

@@ -8,9 +8,9 @@ from small_task import CLASSES, FEATURES, clouds, data
 from torch import nn
 
 import l0prune
-from l0prune.cli.recipe_files import FitSection
-from l0prune.cli.recipe_run import _fit
 from l0prune.errors import UsageError
+from l0prune.features.recipes.files import FitSection
+from l0prune.features.recipes.runs import _fit
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import switches_of
 from l0prune.running.task import Task

@@ -7,8 +7,8 @@ from transformers import BertConfig, BertForQuestionAnswering, BertModel
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.features.unlabelled.fidelity import fidelity
 from l0prune.running.criteria import measured
-from l0prune.selection.fidelity import fidelity
 
 
 class Two(nn.Module):

@@ -287,7 +287,7 @@ def test_an_axis_of_nothing_stays_at_nothing():
 def test_the_gates_own_values_have_no_part_in_it():
     model, batches = linear()
     task = Task(batches, loss=mse_loss)
-    before = {how: as_they_come(model, how, task) for how in scores._scores}
+    before = {how: as_they_come(model, how, task) for how in scores.SCORES}
     gates(model).log_alpha.data.normal_(0, 3)
     gates(model).gate = l0prune.ContinuousSparsification()
     gates(model).fixed = True
@@ -343,7 +343,7 @@ def test_a_score_of_ones_own_is_one_function():
     try:
         assert as_they_come(model, "first").tolist() == list(range(9, 0, -1))
     finally:
-        del scores._scores["first"]
+        del scores.SCORES["first"]
 
 
 class NoGrad(nn.Module):

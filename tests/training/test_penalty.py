@@ -6,8 +6,8 @@ from plans import enumerate_expected, plan_of, whole
 from torch import nn
 
 import l0prune
-from l0prune.cli import recipe_files
 from l0prune.errors import NotGated, UsageError
+from l0prune.features.recipes import files as recipe_files
 from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.hard_concrete import HardConcrete

@@ -45,10 +45,7 @@ _LARGEST_MEASURED = 1e-2  # an error of more is none of rounding
 
 Rounding = Callable[[], Sequence[float]]  # measures that of each output
 
-Compared = Literal[
-    "graph", "class", "program", "onnx", "openvino", "executorch", "litert", "source"
-]
-MODEL: tuple[Compared, ...] = ("graph", "class")  # kinds of module that the user gets
+MODEL: tuple[str, ...] = ("graph", "class")  # kinds of module that the user gets
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,8 @@ class Check:
         what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
             ``program`` (its ``torch.export`` program), ``onnx`` (the file, run by ONNX Runtime),
             ``openvino`` (the same, run by OpenVINO, if installed), ``executorch`` and ``litert``
-            (the file in that runtime), ``source`` (the ONNX file that the model was made from,
-            before any cut).
+            (the file in that runtime), ``source`` (the file that the model was made from, before
+            any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that
@@ -77,7 +74,7 @@ class Check:
             and for a file if the module was trained further.
     """
 
-    what: Compared
+    what: str
     dtype: str
     batch: int
     error: float
@@ -151,7 +148,7 @@ class Certificate:
             return _OF_ROUNDING
         return _USUAL
 
-    def without(self, *what: Compared) -> Certificate:
+    def without(self, *what: str) -> Certificate:
         """Return the certificate without the comparisons of these kinds."""
         return Certificate(tuple(check for check in self.checks if check.what not in what))
 
@@ -167,7 +164,7 @@ class Certificate:
         """
         return Certificate((*self.checks, *checks))
 
-    def worst(self, what: Compared | Collection[Compared], dtype: str) -> float | None:
+    def worst(self, what: str | Collection[str], dtype: str) -> float | None:
         """Return the largest error of one or several kinds of comparison; None without any."""
         kinds = (what,) if isinstance(what, str) else what
         errors = [c.error for c in self.checks if c.what in kinds and c.dtype == dtype]
@@ -196,7 +193,7 @@ class Certificate:
 
 
 def compare(
-    answers: Sequence[Answer], small: nn.Module, what: Compared = "graph", part: str = ""
+    answers: Sequence[Answer], small: nn.Module, what: str = "graph", part: str = ""
 ) -> Iterator[Check]:
     """Compare a model, or a part of it, with the gated model's answers, in the same dtypes.
 
@@ -284,7 +281,7 @@ def _shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
 
 
 def compare_file(
-    what: Compared,
+    what: str,
     answers: Sequence[Answer],
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
@@ -304,14 +301,14 @@ def compare_file(
 
 
 def compare_run(
-    what: Compared, answer: Answer, found: Sequence[Tensor], part: str = "", own: Rounding = tuple
+    what: str, answer: Answer, found: Sequence[Tensor], part: str = "", own: Rounding = tuple
 ) -> Check:
     """Compare a file's outputs with the gated model's, or a part's, in float32."""
     return _check(what, answer.of_tensors(), found, torch.float32, part, own)
 
 
 def _check(
-    what: Compared,
+    what: str,
     answer: Answer,
     found: Any,
     dtype: torch.dtype,

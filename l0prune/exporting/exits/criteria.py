@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from l0prune.errors import UsageError
+from l0prune.doors import Registry
 
 
 class Criterion(ABC):
@@ -41,13 +41,8 @@ class Criterion(ABC):
         return (score - threshold).abs()
 
 
-_KINDS: dict[str, type[Criterion]] = {}
-
-
-def register(kind: type[Criterion]) -> type[Criterion]:
-    """Register a criterion under its name."""
-    _KINDS[kind.name] = kind
-    return kind
+CRITERIA: Registry[type[Criterion]] = Registry("criterion")
+register = CRITERIA.register
 
 
 def criterion_of(name: str) -> Criterion:
@@ -56,9 +51,7 @@ def criterion_of(name: str) -> Criterion:
     Raises:
         UsageError: there is none.
     """
-    if name not in _KINDS:
-        raise UsageError(f"there is no criterion {name!r}; there are {', '.join(_KINDS)}")
-    return _KINDS[name]()
+    return CRITERIA.named(name)()
 
 
 def _mean_over_places(values: Tensor) -> Tensor:

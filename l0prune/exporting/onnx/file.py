@@ -26,8 +26,9 @@ from l0prune.capture.outputs import leaf_names
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import inputs_of
 from l0prune.capture.threads import muted, one_at_a_time
+from l0prune.doors import provided
 from l0prune.errors import L0pruneError
-from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, is_large, move_out, of_older_opset
+from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.operators import (
     around_its_tensors,
     arrange_weights,
@@ -39,13 +40,15 @@ from l0prune.exporting.onnx.operators import (
 from l0prune.exporting.onnx.shared import share_transposed
 from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
-from l0prune.files.onnx_network import Origin
 from l0prune.files.onnx_session import session_of
+from l0prune.files.source_file import SourceFile
 from l0prune.progress.stages import stage
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
+
+FIRST_OF_PRESENT = 18  # opset that torch's present exporter writes
 
 
 _NAME = r"[A-Za-z_]\w*"
@@ -162,7 +165,7 @@ def write_runnable(
     data: Path,
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
-    source: Origin | None = None,
+    source: SourceFile | None = None,
     apart: bool = False,
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
@@ -199,7 +202,7 @@ def _named_as(
     program: ExportedProgram,
     model: onnx.ModelProto,
     sizes: Sequence[Mapping[int, str]],
-    source: Origin | None,
+    source: SourceFile | None,
 ) -> onnx.ModelProto:
     state = [*state_of(program)]  # the last inputs and outputs
     given, made = (
@@ -279,7 +282,8 @@ def _exported(
     optimize: bool,
 ) -> onnx_ir.Model:
     if opset is not None and opset < FIRST_OF_PRESENT:
-        return of_older_opset(program, opset, sizes)
+        older: onnx_ir.Model = provided("of_older_opset")(program, opset, sizes)
+        return older
     with one_onnx_registry():
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset

@@ -11,19 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from l0prune.doors import provided
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Check, compare_file
-from l0prune.exporting.onnx.file import describe, outputs_of, write_runnable
-from l0prune.exporting.onnx.older import data_beside
+from l0prune.exporting.onnx.external import data_beside
+from l0prune.exporting.onnx.file import FIRST_OF_PRESENT, describe, outputs_of, write_runnable
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.state import Carrying, check_kept, check_stateless
 from l0prune.exporting.uncut import rounding_in
 from l0prune.files.atomic import replacement
-from l0prune.files.onnx_network import Origin
+from l0prune.files.source_file import SourceFile
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
 from l0prune.progress.stages import stage
 
+_FIRST = 7  # the oldest opset that ONNX Runtime reads
 _OF_FLOAT32 = ("certificate", "changed", "speedup", "times")  # metadata about that file alone
 
 
@@ -55,7 +57,12 @@ class Unfinished(ExitStack):
         return (*self.paths, *(data for data in self._data if data.exists()))
 
     def add(
-        self, piece: ExportedPart, file: Path, opset: int | None, source: Origin | None, apart: bool
+        self,
+        piece: ExportedPart,
+        file: Path,
+        opset: int | None,
+        source: SourceFile | None,
+        apart: bool,
     ) -> list[Check]:
         """Write the file of a piece in float32, and compare it with the gated model.
 
@@ -142,7 +149,21 @@ def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None
         )
 
 
-def check_apart(path: str | os.PathLike[str], source: Origin | None) -> None:
+def check_opset(opset: int | None) -> None:
+    """Raise UsageError for an opset that neither exporter has."""
+    import onnx
+
+    latest = onnx.defs.onnx_opset_version()
+    if opset is not None and (type(opset) is not int or not _FIRST <= opset <= latest):
+        raise UsageError(
+            f"opset={opset!r}: give a number from {_FIRST} to {latest}, the latest that the "
+            f"installed onnx {onnx.__version__} knows"
+        )
+    if opset is not None and opset < FIRST_OF_PRESENT:
+        provided("of_older_opset")
+
+
+def check_apart(path: str | os.PathLike[str], source: SourceFile | None) -> None:
     """Raise UsageError for the path of the file that the network was made from."""
     if source is not None and os.path.realpath(path) == os.path.realpath(source.file):
         raise UsageError(

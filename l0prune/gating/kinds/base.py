@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from l0prune.capture.compat import functorch_is_active
+from l0prune.doors import Registry
 from l0prune.errors import UsageError
 from l0prune.plan.expected import first_order
 from l0prune.plan.names import check_gate
@@ -96,19 +97,13 @@ class AtTemperature(Gate, Protocol):
         ...
 
 
-GateClass = TypeVar("GateClass", bound=type[Gate])
-_kinds: dict[str, type[Gate]] = {}
-
-
-def register(kind: GateClass) -> GateClass:
-    """Class decorator: make a gate known by its ``name``, so that saved models find it again."""
-    _kinds[kind.name] = kind
-    return kind
+KINDS: Registry[type[Gate]] = Registry("gate", "gates")
+register = KINDS.register  # saved models find a gate again by its name
 
 
 def gate_of(kind: str, settings: Mapping[str, Any]) -> Gate:
     """The gate of this name, hyphens or underscores, with settings as a user gives them."""
-    check_gate(kind, [name.replace("_", "-") for name in _kinds])
+    check_gate(kind, [each.replace("_", "-") for each in KINDS])
     return _made(kind.replace("-", "_"), settings)
 
 
@@ -121,9 +116,9 @@ def gate_from_dict(data: Mapping[str, Any]) -> Gate:
     """Inverse of ``gate_to_dict``."""
     settings = dict(data)
     name = settings.pop("name", None)
-    if name not in _kinds:
+    if name not in KINDS:
         raise UsageError(
-            f"unknown kind of gate {name!r}; this version knows {', '.join(sorted(_kinds))}. "
+            f"unknown kind of gate {name!r}; this version knows {', '.join(sorted(KINDS))}. "
             "The model was probably saved by a newer version, or by code that registers its own "
             "gate and was not imported."
         )
@@ -133,7 +128,7 @@ def gate_from_dict(data: Mapping[str, Any]) -> Gate:
 def _made(name: str, settings: Mapping[str, Any]) -> Gate:
     """A gate of a known name; UsageError where it does not take these settings."""
     try:
-        gate: Gate = _kinds[name](**settings)
+        gate: Gate = KINDS[name](**settings)
     except TypeError as error:
         shown = name.replace("_", " ")
         raise UsageError(f"the {shown} gate does not take these settings: {error}") from error

@@ -1,1 +1,0 @@
-"""Removal of experts from mixtures of experts."""

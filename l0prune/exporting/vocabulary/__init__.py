@@ -1,1 +1,0 @@
-"""Reduction of a model's vocabulary: fewer rows of embeddings, and fewer logits."""

@@ -1,0 +1,9 @@
+"""Mixtures of experts with fewer experts: ``l0prune.shrink_experts`` and ``l0prune experts``."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(
+    __name__,
+    names={"FewerExperts": "result", "shrink_experts": "cut"},
+    commands={"experts": "command"},
+)

@@ -1,0 +1,5 @@
+"""ONNX files in float16 and bfloat16: ``save_onnx(path, dtype="float16")``."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(__name__, functions={"HalfFile": "file"})

@@ -1,0 +1,11 @@
+"""Runs of a recipe with all combinations of some settings, side by side: ``l0prune sweep``."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(
+    __name__,
+    needs=("recipes",),
+    commands={"sweep": "command"},
+    options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job")},
+    launchers={"processes": "launchers", "submitit": "launchers", "ray": "launchers"},
+)

@@ -1,0 +1,10 @@
+"""Smaller networks from inputs without labels: ``shrink``, ``compensate``, ``fit(compensate=)``."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(
+    __name__,
+    names={"Compensation": "compensate", "compensate": "compensate", "shrink": "shrink"},
+    commands={"shrink": "command"},
+    functions={"fit_compensated": "fitting"},
+)

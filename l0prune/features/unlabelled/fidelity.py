@@ -1,0 +1,259 @@
+"""Nearness of a network's outputs to those of the network that it was cut from.
+
+It is measured as a part of the outputs' variance, and where outputs are classes as agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.features.unlabelled.lockstep import real_places
+from l0prune.progress.stages import steps
+from l0prune.running.batches import call
+from l0prune.running.criteria import (
+    class_dim,
+    describe,
+    is_classification,
+    measured,
+    tensor_output,
+)
+from l0prune.selection.score_input import output_tensor
+
+_NOTHING = 1e-30  # instead of a variance of zero
+_PART = 1 << 22  # elements of outputs that are compared at a time
+_PROBABLE = 0.01  # how far sums of probabilities may be from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Nearness of a network's outputs to those of the network that it was cut from.
+
+    Attributes:
+        error: the mean square of the difference over the variance of the original's outputs.
+        agreement: the part of the inputs (of their places, in a dense task) whose largest output is
+            the same; None where outputs are single numbers.
+    """
+
+    error: float
+    agreement: float | None
+
+    @property
+    def is_useless(self) -> bool:
+        """Return whether the mean of the original's outputs would be as near to them."""
+        return not self.error < 1
+
+    @property
+    def uselessness(self) -> str:
+        """Sentence about outputs that are no nearer than their mean."""
+        return (
+            f"the smaller network's outputs say less than a constant: {self}, where the mean of "
+            "the original's outputs would have an error of 100%"
+        )
+
+    def __str__(self) -> str:
+        """Return both as text."""
+        error = f"error of {self.error:.2%} of the outputs' variance"
+        if self.agreement is None:
+            return error
+        return f"the largest output is the same for {self.agreement:.1%}, {error}"
+
+
+DimOf = Callable[[Any], int | None]  # from outputs to the dim of their classes
+
+
+def fidelity(
+    dense: nn.Module,
+    other: nn.Module,
+    batches: Iterable[Any],
+    classes: DimOf = class_dim,
+    names: Sequence[str] = (),
+) -> Fidelity:
+    """Return how close a network's outputs are to another's; both in eval mode.
+
+    ``names`` are those of the outputs that matter; see ``measured``.
+    """
+    apart, alike, count = _Apart(), 0.0, 0
+    with torch.no_grad():
+        for batch in steps(batches):
+            wanted, dim = answers_of(call(dense, batch), batch, classes, names)
+            found, _ = answers_of(call(other, batch), batch, classes, names)
+            for mine, theirs in _parts(dim, found, wanted):
+                apart.add(mine, theirs, dim)
+                if dim is not None:
+                    same = theirs.argmax(dim) == mine.argmax(dim)
+                    alike, count = alike + float(same.sum()), count + same.numel()
+    return Fidelity(apart.share(), alike / count if count else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Dim of a network's outputs in which each place has a number for each class.
+
+    Attributes:
+        dim: among those of the output; None if there is none, or it is not known.
+        are_known: the outputs are those of classes for sure: by the targets, by their sums, or
+            since it was said.
+        are_scores: they are scores before a softmax.
+    """
+
+    dim: int | None
+    are_known: bool
+    are_scores: bool
+
+    def dim_of(self, outputs: Any) -> int | None:
+        """Return the dim."""
+        return self.dim
+
+
+def classes_of(outputs: Any, targets: Any, asked: int | None = None) -> Classes:
+    """Return which dim of outputs holds classes.
+
+    It is the one that was asked for; without which targets have the outputs' shape; over which
+    outputs sum to 1; or that of an output called logits. Else it is dim 1, as in torch, but of
+    three dims, which may be (examples, places, classes), too: there it is unknown.
+
+    Raises:
+        UsageError: there is no such dim.
+    """
+    scores = tensor_output(outputs)
+    if scores is None or scores.dim() < 2:
+        if asked is not None:
+            raise UsageError(
+                f"class_dim={asked} is for outputs of one tensor with two dims or more"
+            )
+        return Classes(None, are_known=False, are_scores=False)
+    rank, usual = scores.dim(), class_dim(outputs)
+    if asked is not None:
+        if not -rank <= asked < rank or asked % rank == 0:
+            raise UsageError(
+                f"class_dim={asked} is none of the outputs' dims but the first: their shape is "
+                f"{tuple(scores.shape)}"
+            )
+        return Classes(asked % rank, are_known=True, are_scores=not _sums_to_1(scores, asked))
+    dims = [dim for dim in (1, rank - 1) if scores.shape[dim] > 1]
+    if isinstance(targets, Tensor) and not targets.dtype.is_floating_point:
+        for dim in dims:
+            if targets.shape == scores.shape[:dim] + scores.shape[dim + 1 :]:
+                return Classes(dim, are_known=True, are_scores=not _sums_to_1(scores, dim))
+    for dim in dims:
+        if _sums_to_1(scores, dim):
+            return Classes(dim, are_known=True, are_scores=False)
+    is_known = usual is not None and (
+        is_classification(outputs, targets) or not isinstance(outputs, Tensor)
+    )
+    is_unclear = rank == 3 and not is_known
+    return Classes(None if is_unclear else usual, are_known=is_known, are_scores=is_known)
+
+
+def _sums_to_1(scores: Tensor, dim: int) -> bool:
+    """Return whether numbers are probabilities, as after a softmax over a dim."""
+    sums = scores.float().sum(dim)
+    return bool((scores >= 0).all() and ((sums - 1).abs() < _PROBABLE).all())
+
+
+def divergence(
+    wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
+) -> Callable[[Any], float]:
+    """Return a function from outputs to the mean KL(wanted‖found) of class scores, in nats.
+
+    It is Σ p log p − Σ p·found + log Σ exp found, with p the softmax of the wanted scores.
+    """
+    scores, found_dim = answers_of(wanted, batch, classes, names)
+    dim = found_dim or 1
+    p = scores.float().softmax(dim)
+    own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
+    count = p.numel() / p.shape[dim]
+
+    def judge(outputs: Any) -> float:
+        error = own
+        for found, part in _parts(dim, answers_of(outputs, batch, classes, names)[0], p):
+            found = found.float()
+            error += _total(found.logsumexp(dim)) - _total(part * found)
+        return max(0.0, error / count)
+
+    return judge
+
+
+def _parts(dim: int | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield small parts of tensors of one shape, whole along ``dim``."""
+    size, at = max((size, at) for at, size in enumerate(tensors[0].shape) if at != dim)
+    step = max(1, _PART * size // max(1, tensors[0].numel()))
+    return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
+
+
+def _total(values: Tensor) -> float:
+    return float(values.sum(dtype=torch.float64))
+
+
+def relative_error(
+    wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
+) -> Callable[[Any], float]:
+    """Return a function from outputs to their squared error over the wanted ones' variance."""
+    theirs, dim = answers_of(wanted, batch, classes, names)
+
+    def judge(outputs: Any) -> float:
+        apart = _Apart()
+        apart.add(answers_of(outputs, batch, classes, names)[0], theirs, dim)
+        return apart.share()
+
+    return judge
+
+
+class _Apart:
+    """Squared error of outputs over the variance of the wanted outputs, streamed.
+
+    The variance is about the mean of each class, or channel, over examples and places.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.error, self.squares = 0, 0.0, 0.0
+        self.total = torch.zeros(())
+
+    def add(self, found: Tensor, wanted: Tensor, dim: int | None) -> None:
+        """Count a batch; ``dim`` is that of the classes, or None."""
+        at = dim or min(1, wanted.dim() - 1)
+        others = [other for other in range(wanted.dim()) if other != at or not at]
+        self.count += wanted.numel() // (wanted.shape[at] if at else 1)
+        self.total = self.total + wanted.sum(others, dtype=torch.float64)
+        self.error += _square(found - wanted)
+        self.squares += _square(wanted)
+
+    def share(self) -> float:
+        """Return the mean square of the error over the variance; of one example over its square."""
+        mean = float(self.total.square().sum()) / max(self.count, 1)
+        scale = self.squares - mean if self.count > 1 else self.squares
+        return self.error / max(scale, _NOTHING)
+
+
+def _square(values: Tensor) -> float:
+    """Return the sum of squares."""
+    return float(torch.linalg.vector_norm(values.flatten(), dtype=torch.float64)) ** 2
+
+
+def answers_of(
+    outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = ()
+) -> tuple[Tensor, int | None]:
+    """Return the outputs that matter for a batch as one tensor, and its dim of classes.
+
+    Of sequences with padding: the other places alone, all in one dim.
+
+    Raises:
+        UsageError: the outputs are whole numbers alone.
+    """
+    outputs = measured(outputs, names)
+    found, real = torch.atleast_1d(output_tensor(outputs)), real_places(batch)
+    if not found.is_floating_point():
+        raise UsageError(
+            f"the model returns {describe(found)} alone, by which no nearness can be measured: "
+            "give it without its last step (an argmax, a threshold), which can be put back around "
+            "the smaller network"
+        )
+    if real is None or found.shape[:2] != real.shape:
+        return found, classes(outputs)
+    return found[real], None if classes(outputs) is None else 1

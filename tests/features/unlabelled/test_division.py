@@ -1,0 +1,124 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.features.unlabelled.division import Division, _pooled
+from l0prune.features.unlabelled.fidelity import relative_error
+from l0prune.gating.attaching import bypass
+from l0prune.plan.limits import bounds, limits
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model.eval(), torch.randn(400, 6)
+
+
+def left_by(x, y, kept):
+    """Error of the best affine map from what stays, by QR."""
+    rows = torch.cat([x[:, kept], torch.ones(len(x), 1)], 1).double()
+    found = torch.linalg.lstsq(rows, y.double()).solution
+    return float((y - rows @ found).square().sum() / (y - y.mean(0)).square().sum())
+
+
+def test_errors_are_those_of_direct_least_squares():
+    model, x = network()
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    plan = l0prune.gates(model).plan
+    with bypass(model), torch.no_grad():
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
+        hidden = plain[1](plain[0](x))
+        curve = next(c for c in division.curves if plan.axes[c.axis].size == 12)
+        read = plain[2](hidden)
+    for gone, local in zip(curve.gone[1:6], curve.local[1:6], strict=True):
+        kept = [slot for slot in range(12) if slot not in curve.order[:gone]]
+        exact = left_by(hidden, read, kept)
+        assert abs(local - exact) < 0.02 * exact + 2e-3  # the damping's part
+    # The first to go is the one without which the others do best.
+    each = [left_by(hidden, read, [k for k in range(12) if k != slot]) for slot in range(12)]
+    assert each[curve.order[0]] < 1.2 * min(each)
+
+
+def test_outputs_are_those_of_the_network_with_one_axis_cut():
+    model, x = network()
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    plan = l0prune.gates(model).plan
+    with bypass(model), torch.no_grad():
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
+        curve = next(c for c in division.curves if plan.axes[c.axis].size == 8)
+        hidden, wanted = plain[:4](x), plain(x)
+    gone, error = min(curve.outputs.items())
+    kept = [slot for slot in range(8) if slot not in curve.order[:gone]]
+    assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
+
+
+def test_a_layer_that_is_called_twice_is_compared_with_both_calls_changed():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            # The second call has few rows.
+            return torch.cat([self.out(torch.tanh(self.into(y))) for y in (x, x[:, :1])], 1)
+
+    torch.manual_seed(0)
+    model, x = Twice().eval(), torch.randn(300, 9, 6)
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    plan = l0prune.gates(model).plan
+    with bypass(model), torch.no_grad():
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
+        curve = next(each for each in division.curves if plan.axes[each.axis].size == 8)
+        hidden, wanted = torch.tanh(plain.into(x)), plain.out(torch.tanh(plain.into(x)))
+        hidden, wanted = (torch.cat([y, y[:, :1]], 1).flatten(0, 1) for y in (hidden, wanted))
+    gone, error = min(curve.outputs.items())
+    kept = [slot for slot in range(8) if slot not in curve.order[:gone]]
+    assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
+
+
+@pytest.mark.parametrize("most", [0, 400 * 12 * 4, 1 << 20])
+def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
+    monkeypatch.setattr("l0prune.features.unlabelled.division._KEPT", most)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 8), nn.ReLU(inplace=True)]
+    model, x = nn.Sequential(*layers, nn.Linear(8, 3)).eval(), torch.randn(400, 6)
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    with bypass(model), torch.no_grad():
+        division = Division(model, l0prune.gates(model).plan, [x], [x], relative_error)
+        (probe,), (view,) = division.probes, (v for v in division.readers if v.name == "2.weight")
+        assert len(probe.products) == {0: 0, 400 * 12 * 4: 1, 1 << 20: 3}[most]
+        judge = relative_error(plain(x), x)
+        plain[2].weight.mul_(0.5)
+        wanted = judge(plain(x.clone()))
+        for _ in range(2):  # the first must not write into what the second takes
+            found = probe.error({view: (plain[2].weight.T[None], plain[2].bias[None])})
+            assert found == pytest.approx(wanted)
+
+
+def test_scores_meet_a_budget_where_it_costs_least():
+    model, x = network()
+    l0prune.gate(model, x[:2])
+    plan = l0prune.gates(model).plan
+    with bypass(model), torch.no_grad():
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
+    wanted = bounds(plan, limits("macs=0.6"), ())
+    scores = division.scores_for(wanted, [1] * len(plan.axes))
+    assert scores.shape == (plan.size,)
+    assert bool((scores > 0).all())
+    assert bool(scores.isfinite().all())
+    for curve in division.curves:  # within an axis slots go in its order
+        mine = scores[plan.axes[curve.axis].slice][torch.tensor(curve.order)]
+        assert bool((mine.diff() > 0).all())
+
+
+def test_pooled_values_never_fall():
+    values = torch.tensor([1.0, 3.0, 2.0, 2.0, 5.0, 4.0])
+    pooled = _pooled(values)
+    assert torch.allclose(pooled, torch.tensor([1, 7 / 3, 7 / 3, 7 / 3, 4.5, 4.5]))

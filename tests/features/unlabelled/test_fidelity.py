@@ -1,0 +1,85 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.features.unlabelled.compensate import Compensation
+from l0prune.features.unlabelled.fidelity import Classes, Fidelity, classes_of, fidelity
+
+SCORES = torch.randn(4, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "asked", "dim", "known", "scores"),
+    [
+        (SCORES, None, None, None, False, False),  # (examples, classes, places), or the last two
+        (SCORES, torch.zeros(4, 7).long(), None, 1, True, True),
+        (SCORES, torch.zeros(4, 5).long(), None, 2, True, True),
+        (SCORES, torch.zeros(4).long(), None, None, False, False),
+        (SCORES, None, -1, 2, True, True),
+        (SCORES.softmax(2), None, None, 2, True, False),
+        (SCORES.softmax(1), None, None, 1, True, False),
+        (SimpleNamespace(logits=SCORES), None, None, 2, True, True),
+        (SCORES[..., 0], None, None, 1, False, False),
+        (SCORES[..., 0], torch.zeros(4).long(), None, 1, True, True),
+        (torch.randn(2, 3, 4, 4), None, None, 1, False, False),
+        (torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4).long(), None, 1, True, True),
+        (torch.randn(4, 1), None, None, None, False, False),
+    ],
+)
+def test_the_dim_of_classes_is_known_from_what_is_there(
+    outputs, targets, asked, dim, known, scores
+):
+    found = classes_of(outputs, targets, asked)
+    assert found == Classes(dim, are_known=known, are_scores=scores)
+
+
+def test_a_dim_that_the_outputs_do_not_have_is_refused():
+    for asked in (0, 3, -3, -4):
+        with pytest.raises(UsageError, match=f"class_dim={asked}"):
+            classes_of(SCORES, None, asked)
+    with pytest.raises(UsageError, match="one tensor with two dims"):
+        classes_of((SCORES, SCORES), None, 1)
+
+
+class Given(nn.Module):
+    """A network that answers with what a function makes of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_whole_numbers_are_left_out_of_the_error():
+    x = torch.randn(30, 3)
+    dense = Given(lambda x: {"a": [x, x[:, :1]], "b": (x[:, 0] > 0).long() * 1000})
+    other = Given(lambda x: {"a": [x + 0.1, x[:, :1]], "b": (x[:, 0] > 5).long() * 1000})
+    expected = 30 * 3 * 0.01 / (torch.cat([x, x[:, :1]], 1).var(0, correction=0) * 30).sum()
+    assert fidelity(dense, other, [x]).error == pytest.approx(float(expected), rel=1e-4)
+    with pytest.raises(UsageError, match="without its last step"):
+        fidelity(Given(lambda x: x.argmax(1)), Given(lambda x: x.argmax(1)), [x])
+
+
+def test_agreement_is_over_the_dim_that_was_asked_for():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 9)).eval(), None
+    x = torch.randn(60, 4, 6)  # four places of nine classes
+    assert l0prune.shrink(model, x, "macs=0.6").fidelity.agreement is None
+    small = l0prune.shrink(model, x, "macs=0.6", class_dim=-1)
+    with torch.no_grad():
+        same = model(x).argmax(2) == small.module(x).argmax(2)
+    assert small.fidelity.agreement == pytest.approx(float(same.float().mean()), abs=0.15)
+
+
+@pytest.mark.parametrize("error", [1.5, float("nan")])
+def test_outputs_that_say_less_than_a_constant_are_warned_of(error):
+    before, near = Fidelity(2.0, None), Fidelity(0.9, None)
+    Compensation(before, near, {}).warn_if_useless()
+    with pytest.warns(L0pruneWarning, match="say less than a constant"):
+        Compensation(before, Fidelity(error, None), {}).warn_if_useless()

@@ -1,0 +1,142 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.features.unlabelled import shrink as module
+from l0prune.features.unlabelled.fidelity import fidelity
+from l0prune.plan.numbers import tolerance_of
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    data = l0prune.load_data("digits")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    l0prune.train_dense(model, data, epochs=10, lr=3e-3)
+    return model, data
+
+
+def test_a_budget_without_labels(network):
+    model, data = network
+    before, mode = copy.deepcopy(model.state_dict()), model.training
+    small = l0prune.shrink(model, data.train.inputs[:400], "macs=0.5")
+    assert small.macs <= 0.5 * small.macs_before
+    assert small.fidelity.agreement > 0.9
+    error = l0prune.evaluate(small.module, data)["error"]
+    assert error < l0prune.evaluate(model, data)["error"] + 0.05
+    assert model.training == mode
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert small.to_dict()["fidelity"]["agreement"] == small.fidelity.agreement
+
+
+def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch):
+    model, data = network
+    inputs, seen = {"input": data.train.inputs[:200]}, {}
+
+    def judge(dense, other, batches, *about):
+        seen["judged"] = batches
+        return fidelity(dense, other, batches, *about)
+
+    monkeypatch.setattr(module, "fidelity", judge)
+    monkeypatch.setattr(
+        module.run, "finetune", lambda model, task, **_: seen.update(learned=task.train)
+    )
+    l0prune.shrink(model, inputs, "macs=0.7", recover=1)
+    learned = torch.cat([each["input"].cpu() for each, _ in seen["learned"]])
+    held = torch.cat([each["input"] for each in seen["judged"]])
+    assert len(learned) + len(held) == 200
+    assert not (learned[:, None] == held).flatten(2).all(2).any()
+
+
+@pytest.mark.slow
+def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
+    model, data = network
+    small = l0prune.shrink(model, data, tolerance="5%", recover=1)
+    assert small.macs < small.macs_before
+    within = [step for step in small.curve if 1 - step.fidelity.agreement <= 0.05]
+    assert small.macs / small.macs_before <= min(step.share for step in within)
+    assert small.fidelity.agreement >= 0.9
+    assert small.asked == ("tolerance=0.05",)
+    shown = [step.share for step in small.curve]
+    assert shown == sorted(shown)
+
+
+def test_what_makes_no_sense_is_refused(network):
+    model, data = network
+    for kwargs in ({}, {"budget": "macs=0.5", "tolerance": "1%"}):
+        with pytest.raises(UsageError, match="either a budget"):
+            l0prune.shrink(model, data, **kwargs)
+    for given in ("one", "0", "150%", -1, 0.0):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            tolerance_of(given)
+    assert tolerance_of("1%") == tolerance_of("0.01") == tolerance_of(0.01) == 0.01
+
+
+def test_weights_of_nan_are_named(network):
+    model, data = copy.deepcopy(network[0]), network[1]
+    with torch.no_grad():
+        model[3].weight[0, 0] = float("nan")
+    with (
+        pytest.warns(L0pruneWarning, match=r"hold NaN or infinite numbers: 3\.weight"),
+        pytest.raises(DataError, match=r"the weights of 3\.weight, or what they read, hold NaN"),
+    ):
+        l0prune.shrink(model, data, "macs=0.5")
+
+
+def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
+    model, inputs = network
+    options = {"budget": "macs=0.5", "seed": 0}
+    wanted = l0prune.shrink(model, inputs, **options)
+    monkeypatch.setattr(module, "_RATE", 10.0)
+    with pytest.warns(L0pruneWarning, match="undone"):
+        found = l0prune.shrink(model, inputs, recover=1, **options)
+    assert found.fidelity == wanted.fidelity
+    monkeypatch.setattr("l0prune.features.unlabelled.shrink._RATE", 1e-3)
+    assert (
+        l0prune.shrink(model, inputs, recover=3, **options).fidelity.error < wanted.fidelity.error
+    )
+
+
+class Rough(nn.Module):
+    """A network whose outputs some of its neurons, and few inputs, say nothing about."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(5, 64), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.out(torch.sin(40 * self.into(x)))
+
+
+def test_a_network_that_is_worse_than_a_constant_has_to_be_asked_for():
+    model = Rough().eval()
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    with (
+        pytest.warns(L0pruneWarning),
+        pytest.raises(UsageError, match=r"say less than a constant[\s\S]*allow_worse_than_mean"),
+    ):
+        l0prune.shrink(model, x, "macs=0.2")
+    with pytest.warns(L0pruneWarning):
+        small = l0prune.shrink(model, x, "macs=0.2", allow_worse_than_mean=True)
+    assert small.fidelity.error > 1
+
+
+def test_recovery_of_a_network_with_two_inputs():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = nn.Linear(6, 16), nn.Linear(16, 3)
+
+        def forward(self, x, y):
+            return self.out(torch.relu(self.into(x) + y))
+
+    torch.manual_seed(0)
+    model, given = Sum().eval(), (torch.randn(160, 6), torch.randn(160, 16))
+    small = l0prune.shrink(model, given, "macs=0.7", recover=1)
+    assert small.fidelity.error < 0.3
