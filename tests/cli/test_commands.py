@@ -189,7 +189,7 @@ def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatc
 )
 def test_help_names_all_there_is_to_choose_from(done, name, choices):
     """The help is written by hand, since it is to come without loading torch."""
-    out, _ = done(name, "--help")
+    out, _ = done(name, "--help-all")
     words = re.sub(r"[^a-z0-9-]+", " ", out).replace("- ", "-")  # a line may end at a hyphen
     assert set(choices) <= set(words.split())
 
