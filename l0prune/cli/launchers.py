@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from l0prune.data.image_folder import usable_cpus
-from l0prune.errors import UsageError, first_line
+from l0prune.errors import UsageError, first_line, unknown
 
 _GRACE = 30.0  # seconds in which a stopped run may write its checkpoint
 
@@ -106,7 +106,7 @@ def launcher(name: str, folder: Path, jobs: int | None, options: Mapping[str, An
         UsageError: there is none, its package is not installed, or ``jobs`` are too many for it.
     """
     if name not in LAUNCHERS:
-        raise UsageError(f"there is no {name!r} to run on; there are {', '.join(LAUNCHERS)}")
+        raise unknown(f"there is no {name!r} to run on", name, LAUNCHERS)
     return LAUNCHERS[name](folder, jobs, options)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, meant
 from l0prune.files.checked_json import read_toml
 
 DEFAULTS_FILE = "l0prune.toml"
@@ -34,7 +34,7 @@ def defaults() -> dict[str, Any]:
         if name not in (*_TEXTS, _SETTINGS):
             raise UsageError(
                 f"{DEFAULTS_FILE} has {', '.join(_TEXTS)} and a table [{_SETTINGS}] of the "
-                f"settings of training, not {name}"
+                f"settings of training, not {name}{meant(name, (*_TEXTS, _SETTINGS))}"
             )
         kind, what = (dict, "a table") if name == _SETTINGS else (str, "a text")
         if not isinstance(value, kind):

@@ -33,7 +33,7 @@ from l0prune.capture.example_inputs import call
 from l0prune.capture.llama import llama_class, llama_settings, why_no_llama
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import NothingToPrune, UsageError, warn
+from l0prune.errors import NothingToPrune, UsageError, meant, warn
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import CostModel
 from l0prune.plan.divisor import Divisor
@@ -413,7 +413,8 @@ def loadable(
     """
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:
-        raise UsageError(f"loadable_by is one of {', '.join(map(repr, PROGRAMS))}, not {by!r}")
+        known = ", ".join(map(repr, PROGRAMS))
+        raise UsageError(f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}")
     if not kind:
         raise UsageError(
             f"loadable_by={by!r} is for models of a class in transformers, which its "

@@ -163,6 +163,12 @@ def _parse(text: str) -> Limit:
     if suffix == "%":
         if value > 100:
             raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
+        if value < 1:
+            raise UsageError(
+                f"the budget {text.strip()!r} is less than one per cent of the network: if "
+                f"{value * 100:.15g} % is meant, write {name}={value:.15g} or "
+                f"{name}={value * 100:.15g}%; else {name}={value * 0.01:.15g}"
+            )
         value = value * 0.01
     elif suffix or value > 1 or (number["value"] == "1" and kind_of(name).each_axis):
         return _absolute(name, value, suffix, where, text.strip())

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, meant
 from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
@@ -244,7 +244,8 @@ def kind_of(name: str) -> type[Measure]:
     """
     if name not in _kinds:
         raise UsageError(
-            f"a budget is about one of {', '.join(_kinds)}, not {name!r}; a measure of your own "
+            f"a budget is about one of {', '.join(_kinds)}, not {name!r}"
+            f"{meant(name, (*_kinds, 'speed')) or '.'} A measure of your own "
             "takes a class under @l0prune.measures.register (docs/extending.md), and on the "
             "command line --measure file.py:Class"
         )

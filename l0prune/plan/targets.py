@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, meant
 
 TARGET = "onnxruntime"  # where nothing else is said
 TARGETS = (
@@ -22,5 +22,7 @@ TARGETS = (
 def check_target(name: str) -> str:
     """Return the name of a runtime; raise UsageError if there is none of this name."""
     if name not in TARGETS:
-        raise UsageError(f"target is one of {', '.join(TARGETS)}, not {name!r}")
+        raise UsageError(
+            f"target is one of {', '.join(TARGETS)}, not {name!r}{meant(name, TARGETS)}"
+        )
     return name

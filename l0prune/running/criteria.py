@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, unknown
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import named
 
@@ -253,12 +252,8 @@ def check_name(given: Any, kind: str) -> None:
     known = LOSSES if kind == "loss" else METRICS
     if callable(given) or (isinstance(given, str) and (given in known or is_code(given))):
         return
-    near = difflib.get_close_matches(str(given), known, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise UsageError(
-        f"there is no {kind} {given!r}; {hint} are {', '.join(known)}, a file.py:function, and in "
-        "Python a function of (outputs, targets)"
-    )
+    more = ", a file.py:function, and in Python a function of (outputs, targets)"
+    raise unknown(f"there is no {kind} {given!r}", given, known, more)
 
 
 def loss_of(given: Loss | str) -> Loss:

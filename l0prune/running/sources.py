@@ -36,7 +36,7 @@ from l0prune.data.dataset import (
 from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
 from l0prune.data.text import load_windows, source_of
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError, UsageError, meant
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
@@ -451,6 +451,6 @@ def load_data(
     if text := source_of(spec):
         return _text(spec, text[0], tokenizer, text[1])
     raise UsageError(
-        f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, FILE.txt, "
-        "text:DIR, file.py:function."
+        f"{spec!r} is no data source{meant(spec, _NAMED) or '.'} Known: {', '.join(_NAMED)}, "
+        "imagefolder:DIR, FILE.txt, text:DIR, file.py:function."
     )

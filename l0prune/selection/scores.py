@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
-from l0prune.errors import DataError, UsageError, warn_renamed
+from l0prune.errors import DataError, UsageError, unknown, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
@@ -124,7 +124,7 @@ def current_name(name: str) -> str:
         warn_renamed(f"the score {name!r}", repr(today))
         name = today
     if name not in _scores:
-        raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
+        raise unknown(f"there is no score {name!r}", name, names())
     return name
 
 

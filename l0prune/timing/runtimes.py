@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import pytree
-from l0prune.errors import UsageError, warn
+from l0prune.errors import UsageError, meant, warn
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.programs import FORMATS
 from l0prune.gating.attaching import gates_of
@@ -199,5 +199,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
 def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:
     """Return the runtime of this name."""
     if name not in RUNTIMES:
-        raise UsageError(f"runtime is one of {', '.join(RUNTIMES)}, not {name!r}")
+        raise UsageError(
+            f"runtime is one of {', '.join(RUNTIMES)}, not {name!r}{meant(name, RUNTIMES)}"
+        )
     return RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))

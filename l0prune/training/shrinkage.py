@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from l0prune.errors import UsageError
+from l0prune.errors import unknown
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ def shrinkage_of(name: str) -> Shrinkage:
     for key in (name, name.removeprefix("group-")):
         if key in _known:
             return _known[key]()
-    raise UsageError(f"there is no penalty {name!r}; there are {', '.join(names())}")
+    raise unknown(f"there is no penalty {name!r}", name, names())
 
 
 @register

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from l0prune.errors import UsageError
+from l0prune.errors import unknown
 
 
 class Criterion(ABC):
@@ -57,7 +57,7 @@ def criterion_of(name: str) -> Criterion:
         UsageError: there is none.
     """
     if name not in _KINDS:
-        raise UsageError(f"there is no criterion {name!r}; there are {', '.join(_KINDS)}")
+        raise unknown(f"there is no criterion {name!r}", name, _KINDS)
     return _KINDS[name]()
 
 

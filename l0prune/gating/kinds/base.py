@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from l0prune.capture.compat import functorch_is_active
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, unknown
 from l0prune.plan.expected import first_order
 
 
@@ -109,8 +109,8 @@ def gate_of(kind: str, settings: Mapping[str, Any]) -> Gate:
     """The gate of this name, hyphens or underscores, with settings as a user gives them."""
     name = kind.replace("-", "_")
     if name not in _kinds:
-        known = ", ".join(sorted(_kinds)).replace("_", "-")
-        raise UsageError(f"there is no gate {kind!r}; there are {known}")
+        known = [each.replace("_", "-") for each in sorted(_kinds)]
+        raise unknown(f"there is no gate {kind!r}", kind, known)
     return _made(name, settings)
 
 
