@@ -8,6 +8,7 @@ from typing import Any
 
 from l0prune.errors import UsageError, meant
 from l0prune.files.checked_json import read_toml
+from l0prune.files.consent import makers
 
 DEFAULTS_FILE = "l0prune.toml"
 OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
@@ -130,11 +131,18 @@ def _images(folder: Path) -> Iterator[Path]:
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:
-    """Return the path to write: ``out``, else the model's name with the suffix, in this folder."""
+    """Return the path to write: ``out``, else the model's name with the suffix, in this folder.
+
+    A model from code is named after its class, or its file, with the function's name where the file
+    has several.
+    """
     if out is not None:
         return out
     kind, _, name = source.rpartition(":")
     stem = name if kind and not Path(source).exists() else Path(source).name
+    if kind.endswith(".py") and Path(kind).is_file():
+        file, is_class = Path(kind).stem, name[:1].isupper()
+        stem = name if is_class else f"{file}-{name}" if len(makers(kind)) > 1 else file
     for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth", ".onnx"):
         if stem.endswith(ending):
             stem = stem.removesuffix(ending)

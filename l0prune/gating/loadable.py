@@ -471,8 +471,9 @@ def _reasons(found: Loadable, most: int = 4) -> str:
 def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
     before, after = CostModel(found.plan), CostModel(result)
     shares = " and ".join(
-        f"{after.reachable(unit):.1%} of the {label} (else {before.reachable(unit):.1%})"
+        f"{reached} of the {label}" + f" (else {else_})" * (else_ != reached)
         for unit, label in (("params", "params"), ("macs", "MACs"))
+        for reached, else_ in [(f"{after.reachable(unit):.1%}", f"{before.reachable(unit):.1%}")]
     )
     branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
     alone = len(branches - set(result.names))
