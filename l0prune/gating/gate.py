@@ -218,7 +218,7 @@ def ungate(model: Model) -> Model:
 
 
 def gates(model: nn.Module) -> Gates:
-    """The one bank of gates of a gated model.
+    """Return the model's gates.
 
     Raises:
         NotGated: the model carries no gates.

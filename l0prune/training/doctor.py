@@ -266,9 +266,10 @@ class Doctor:
             if abs(of.expected - of.actual) > _APART * of.dense:
                 yield (
                     "undecided",
-                    f"{count} of {len(p)} gates have not decided: {of.share(of.expected):.0%} of "
-                    f"the {kind.label} are expected to stay, {of.share(of.actual):.0%} do. So the "
-                    "network that settles differs from the one that was trained. Give more epochs"
+                    f"{count} of {len(p)} gates are neither open nor closed when learning ends "
+                    f"(they have not decided): training used {of.share(of.expected):.0%} of the "
+                    f"{kind.label} on average, the fixed network has {of.share(of.actual):.0%}, so "
+                    "that the two differ. Give more epochs"
                     + (f", or a larger gate_lr (now {self._rate:g})" * faster),
                 )
                 return
@@ -338,7 +339,7 @@ def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str
     times = "once" if len(seconds) == 1 else f"{len(seconds)} times, once for each size"
     return {
         "compiling": f"compiling took {took:.3g} of {training:.3g} s of training ({times}), which "
-        "so few steps do not win back: leave compile out, or give more epochs"
+        "so few steps do not save: leave compile out, or give more epochs"
     }
 
 
