@@ -45,7 +45,7 @@ Dynamic = Annotated[
     list[str] | None,
     typer.Option(
         "--dynamic",
-        help="A size that stays free beside the batch, as input:dim=name: input_ids:1=seq.",
+        help="A size that stays free, as the batch does: input:dim=name, such as input_ids:1=seq.",
     ),
 ]
 DataSpec = Annotated[
@@ -87,7 +87,9 @@ Latency = Annotated[
         "where there is none].",
     ),
 ]
-Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
+Uniform = Annotated[
+    bool, typer.Option("--uniform", help="Keep the same share of the width of all layers.")
+]
 LoadableBy = Annotated[
     str | None,
     typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
@@ -111,8 +113,8 @@ WithReport = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes, branches to leave whole.")]
-Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
+Samples = Annotated[int, typer.Option(min=3, help="Largest number of inputs to use.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch.")]
 Recipe = Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")]
 
 

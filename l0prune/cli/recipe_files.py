@@ -175,7 +175,9 @@ class FitSection(_Section):
 class RoundSection(_Section):
     """Round of pruning: gates are added, learned (or closed by a score), and cut out."""
 
-    gate: GateSection = Field(default_factory=GateSection, description="Where gates are put.")
+    gate: GateSection = Field(
+        default_factory=lambda: GateSection.model_validate({}), description="Where gates are put."
+    )
     fit: FitSection | None = Field(
         None, description="Close gates in one shot by a score; without it the gates learn."
     )
@@ -319,7 +321,8 @@ class Recipe(RoundSection):
     exits: ExitsSection | None = Field(None, description="Early exits.")
     input_gates: InputGatesSection | None = Field(None, description="Gates that follow the input.")
     export: ExportSection = Field(
-        default_factory=ExportSection, description="Files to write besides ONNX."
+        default_factory=lambda: ExportSection.model_validate({}),
+        description="Files to write besides ONNX.",
     )
 
     @model_validator(mode="after")

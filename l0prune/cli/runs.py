@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
 
-    A stage whose file stands in the run folder is not done again.
+    A stage whose file is in the run folder is skipped.
 
     Examples:
         l0prune run digits-wide
@@ -119,8 +119,8 @@ def report(
 ) -> None:
     """Write the page of a run: gains, certificate, cuts by layer, and training curves.
 
-    Of a folder of several runs it compares them. It is one file that needs no network, made from
-    report.json alone, or from what an older run has left.
+    For a folder of several runs it compares them. The page is one file that loads nothing else,
+    made from report.json, or from the records of an older run.
 
     Examples:
         l0prune report

@@ -101,9 +101,9 @@ def gate(
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
-    """Put one gate on every slot of the model that can be cut out, in place.
+    """Put one gate on every slot of the model that can be removed, in place.
 
-    The state_dict gains ``l0prune_gates.log_alpha``. In eval mode the model computes what it did.
+    The state_dict gains ``l0prune_gates.log_alpha``. Outputs in eval mode do not change.
 
     Args:
         model: any module that torch.export can capture; inside torch.compile or DataParallel, too.
@@ -202,9 +202,9 @@ def _check_not_distributed(model: nn.Module) -> None:
 
 
 def ungate(model: Model) -> Model:
-    """Take the gates off again, in place: the module and state_dict that came in, bit by bit.
+    """Remove the gates, in place; the module and its state_dict keys are as before ``gate``.
 
-    The parameters stay as they are now: what the gates learned goes with them. To keep it, use
+    Parameters keep their present values, and what the gates learned is lost. To keep it, use
     ``l0prune.export``, or ``l0prune.save`` before.
 
     Returns:

@@ -129,7 +129,7 @@ def evaluate(
     Args:
         model: left as it was found, its mode included.
         data: a data source, (training, test) or a ``Task``, as for ``finetune``. Only the test
-            part is read: of batches alone make ``([], batches)``.
+            part is read; give batches alone as ``([], batches)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         metric: see ``Task``; None for that of the data.
         batch_size: examples at a time, where the source lets us choose; None for 100, or for

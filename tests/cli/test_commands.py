@@ -408,7 +408,7 @@ def test_loss_and_metric_by_name_and_of_a_file(done, refused, tmp_path):
     assert out["far"] >= out["test_loss"]
     by_score = (*given, "--loss", "mse", "--score", "taylor", "--budget", "macs=0.5")
     fitted, _ = done("fit", *by_score, "--metric", "prices.py:far", "--json")
-    for when, file in (("before", "net.gated.pt"), ("after", "net.fit.pt")):
+    for when, file in (("before", "prices-net.gated.pt"), ("after", "prices-net.fit.pt")):
         asked = (*given, "--loss", "mse", "--metric", "prices.py:far", "--json")
         tested, _ = done("evaluate", file, *asked)
         assert fitted[when] == {name: tested[name] for name in ("examples", "test_loss", "far")}

@@ -82,7 +82,7 @@ def test_every_section_is_there_with_its_numbers():
         "3.0e-07, allowed 1.0e-05", "8 → 3", "it feeds conv1", "−4 ms", "4 ms",
         "At step 20: conv1", "warm-up", "settle", "1 of 10 undecided (0.1 to 0.9) at the end",
         "the fine-tuned network with its gates (closed ones multiply by 0), not",
-        "In settle (to step 30) all gates are fixed, undecided ones too: the most probable ones stay",
+        "In settle (to step 30) all gates are fixed, undecided ones too: the most probable ones",
         "seed 7", "l0prune run conv1", "ab" * 32,
     ):  # fmt: skip
         assert said in text, said
