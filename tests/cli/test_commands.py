@@ -399,7 +399,7 @@ def test_loss_and_metric_by_name_and_of_a_file(done, refused, tmp_path):
     said = refused(2, "finetune", *short)
     assert "(32,) of float32: one number for an example is no choice between classes" in said
     assert "did you mean 'mse'" in refused(2, "finetune", *short, "--loss", "mes")
-    assert not (tmp_path / "net.run").exists()
+    assert not (tmp_path / "prices-net.run").exists()
     alone, err = done("finetune", *short, "--loss", "mse")
     assert alone["test_loss"] > 0
     assert "error" not in alone
