@@ -154,7 +154,7 @@ class GateSettings(Declared):
     )
     compact: Compact = Field(
         "auto",
-        description="When closed slots are cut out while training goes on, for time and memory: "
+        description="When closed slots are cut out during training, to save time and memory: "
         "auto, as soon as they are closed for good; settle, once the gates are fixed; or never. "
         "Closed for good: open with a probability below 0.1, twice in a row; a compiled network is "
         "cut as with settle. Only where that is shown to compute the same; in the end the model "

@@ -117,7 +117,7 @@ def test_heads(page, wide):
 def test_time(page, wide):
     data = page.data
     if data["time"] is None:
-        assert "Which layers paid in time" not in page.text
+        assert "Time by layer" not in page.text
         return
     owners = data["time"]["owners"]
     before = sum(of["before"] for of in owners)

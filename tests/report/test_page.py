@@ -180,7 +180,7 @@ def test_each_choice_of_widths_is_a_row_of_its_budget():
     assert found[0].allowed == 0.5
     text = " ".join(read(page(trainings=stages, time=None)).words)
     assert "Predicted and timed" in text
-    assert "Which layers paid in time" not in text
+    assert "Time by layer" not in text
 
 
 def test_single_positions_of_flattened_maps_are_said_where_they_have_gates():
