@@ -133,8 +133,8 @@ def _images(folder: Path) -> Iterator[Path]:
 def output_path(out: Path | None, source: str, suffix: str) -> Path:
     """Return the path to write: ``out``, else the model's name with the suffix, in this folder.
 
-    A model from code is named after its class, or its file, with the function's name where the file
-    has several.
+    A model from code is named after its class, else after its file, with the function's name if the
+    file has several and this one has another name.
     """
     if out is not None:
         return out
@@ -142,7 +142,8 @@ def output_path(out: Path | None, source: str, suffix: str) -> Path:
     stem = name if kind and not Path(source).exists() else Path(source).name
     if kind.endswith(".py") and Path(kind).is_file():
         file, is_class = Path(kind).stem, name[:1].isupper()
-        stem = name if is_class else f"{file}-{name}" if len(makers(kind)) > 1 else file
+        is_only = name == file or len(makers(kind)) < 2
+        stem = name if is_class else file if is_only else f"{file}-{name}"
     for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth", ".onnx"):
         if stem.endswith(ending):
             stem = stem.removesuffix(ending)

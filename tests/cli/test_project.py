@@ -16,6 +16,7 @@ SEVERAL = ONE + "\n\ndef wide():\n    pass\n"
         (ONE, "lenet.py:build", "lenet.onnx"),
         (SEVERAL, "lenet.py:build", "lenet-build.onnx"),  # else two models would share files
         (SEVERAL, "lenet.py:wide", "lenet-wide.onnx"),
+        (SEVERAL, "lenet.py:lenet", "lenet.onnx"),
         (ONE, "lenet.py:Net", "Net.onnx"),
         (ONE, "torchvision:resnet18", "resnet18.onnx"),
         (ONE, "timm:hub/resnet", "hub_resnet.onnx"),
