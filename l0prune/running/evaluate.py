@@ -87,10 +87,10 @@ def explain_mismatch(
                 "DataLoader(examples, batch_size)."
             )
         differs = "" if model is None else _gated_for(model, batch.inputs)
-        targets = "" if batch.targets is None else f", the targets {describe(batch.targets)}"
+        targets = "" if batch.targets is None else f", targets {describe(batch.targets)}"
         raise DataError(
-            f"{what} do not fit together. The inputs are {describe(batch.inputs)}{differs}"
-            f"{targets}. The call failed with {type(error).__name__}: "
+            f"{what} do not fit together. The inputs are {describe(batch.inputs)}{targets}."
+            f"{differs} The call failed with {type(error).__name__}: "
             f"{str(error).removesuffix('.')}.{hint}"
         ) from error
 
@@ -105,7 +105,7 @@ def _gated_for(model: nn.Module, inputs: Any) -> str:
     given = without_labels(inputs)
     if _kinds(known) == _kinds(given):
         return ""
-    return f", and the model was gated with {describe(known)} (the first size is the batch)"
+    return f" The model was gated with {describe(known)} (the first size is the batch)."
 
 
 def _kinds(inputs: Any) -> list[tuple[Any, ...]]:
