@@ -20,7 +20,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
-from l0prune.errors import UsageError, in_a_line, warn
+from l0prune.errors import UsageError, in_a_line, unknown, warn
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -71,6 +71,7 @@ class Feature:
         commands: of the command line, each a function with options in the way of typer, or a group
             of such (``typer.Typer``).
         options: of its commands, by parameter name, for each group of ``--help``.
+        most_used: options that ``--help`` shows, by command; without an entry it shows all.
         functions: that the core asks for, by ``provided``.
         sources: of models, by what is before the colon of a spec, or the suffix of a file
             (``files/consent.py``). The module registers them when it is imported, as do those of
@@ -92,6 +93,7 @@ class Feature:
     names: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    most_used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -204,7 +206,7 @@ class Registry(MutableMapping[str, T]):
         """
         if name in self:
             return self[name]
-        raise UsageError(missing(name) or unknown(self.what, name, self))
+        raise no_such(self.what, name, self)
 
     def __getitem__(self, name: str) -> T:
         if name not in self._known and self._door:
@@ -227,11 +229,7 @@ class Registry(MutableMapping[str, T]):
         return sum(1 for _ in self)
 
 
-def unknown(what: str, name: object, known: Iterable[str], more: str = "") -> str:
-    """Return the sentence about a name that is not known, with the nearest one that is."""
-    from difflib import get_close_matches
-
-    known = [*known]
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    return f"there is no {what} {name!r}; {hint} are {', '.join(known)}{more}"
+def no_such(what: str, name: object, known: Iterable[str], more: str = "") -> UsageError:
+    """Return the error for an unknown name: the feature that has it, or the nearest name."""
+    said = missing(str(name))
+    return UsageError(said) if said else unknown(f"there is no {what} {name!r}", name, known, more)

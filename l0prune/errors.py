@@ -19,9 +19,10 @@ RenamedWarning (also a DeprecationWarning): a former name was used, which the ne
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # A warning points at the line that called these packages, not at a line inside them.
@@ -132,6 +133,41 @@ def former_method(old: str, new: str) -> Callable[..., Any]:
 
     called.__doc__ = f"Call ``{new}``, by the name that it had."
     return called
+
+
+# What a name that is no near spelling of any known one probably means.
+_ALIASES = {
+    "flops": "macs",
+    "flop": "macs",
+    "weights": "params",
+    "parameters": "params",
+    "size": "params",
+    "time": "latency",
+    "ms": "latency",
+    "faster": "speed",
+    "speedup": "speed",
+    "channels": "width",
+    "ce": "cross-entropy",
+}
+
+
+def meant(name: object, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'macs'?"`` with the known name that is nearest; else nothing."""
+    known = list(known)
+    text = str(name).lower().replace("_", "-")
+    alias = _ALIASES.get(text)
+    near = [alias] if alias in known else difflib.get_close_matches(str(name), known, n=1)
+    near = near or difflib.get_close_matches(text, known, n=1)
+    near = near or [each for each in known if len(text) > 2 and each.startswith(text)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(text: str, name: object, known: Iterable[str], more: str = "") -> UsageError:
+    """Return the error for an unknown name: the text, the nearest known name, and all of them."""
+    known = list(known)
+    near = meant(name, known)
+    there = f"{near} There" if near else "; there"
+    return UsageError(f"{text}{there} are {', '.join(known)}{more}")
 
 
 def first_line(error: BaseException) -> str:

@@ -11,8 +11,8 @@ ENDS = {
     "cnn-in-your-own-loop": "assert small.macs <= 0.5 * small.macs_before\nassert after < 0.05",
     "timm-on-the-command-line": """
 import json
-(budget,) = json.loads(Path("build.run/report.json").read_text())["budgets"]
-assert budget["share"] <= budget["limit"] == 0.5 and Path("build.onnx").is_file()
+(budget,) = json.loads(Path("network.run/report.json").read_text())["budgets"]
+assert budget["share"] <= budget["limit"] == 0.5 and Path("network.onnx").is_file()
 """,
     "hugging-face-classifier": "assert sum(right) / len(right) > 0.9",
     "decoder": "assert small.params <= 0.6 * small.params_before\nassert torch.equal(found, slow)",

@@ -20,18 +20,19 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn.utils.rnn import PackedSequence
 
-from l0prune.capture.compat import bound_sizes, size_hint
+from l0prune.capture.compat import bound_sizes, pytree, size_hint
 from l0prune.capture.copying import class_forwards
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.inlining import LOST_GRADIENT, inline_modes
 from l0prune.capture.kept_state import exported, tensor_outputs_only
-from l0prune.capture.model_checks import check_owned, evaluating
+from l0prune.capture.model_checks import check_owned, evaluating, same_draws
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs, batch_of, widened
 from l0prune.capture.symbolic import Found, symbolic, with_symbols
 from l0prune.capture.symbolic_patches import general_code_paths, sanitize_names
 from l0prune.capture.threads import muted, one_at_a_time
-from l0prune.errors import CaptureError
+from l0prune.capture.undisturbed import same_buffers, undisturbed
+from l0prune.errors import CaptureError, in_a_line
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(os.path.dirname(__file__))
@@ -39,19 +40,55 @@ _HERE = os.path.dirname(os.path.dirname(__file__))
 
 def explained(error: Exception, model: nn.Module) -> str:
     """Explain a torch.export failure: its cause and line of the user's source."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
-    where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
+    where = _at(error)
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     causes = _scripted(model), _packed(error), _unregistered(error), _differentiating(error)
     known = "".join(f"{cause} " for cause in causes if cause)
+    if getattr(error, "__notes__", None):
+        return (
+            f"the file's graph cannot be followed{where}: {type(error).__name__}: {first.strip()}\n"
+            "Usual cause: values of the input decide sizes or the way through the graph. Export "
+            "the file anew without that node's dependence on values."
+        )
     return (
         f"{known}torch.export could not follow the model{where}: {type(error).__name__}: "
         f"{first.strip()}\n"
-        "Usual causes: the example input has another shape or dtype than the model expects, or "
-        "forward() branches on tensor values. Check that model(*args) runs on this example; "
-        "data-dependent branches have to leave forward() or be written with torch.where."
+        "Usual cause: forward() branches on tensor values. Such branches have to leave forward() "
+        "or be written with torch.where; or gate the submodules before and after them."
     )
+
+
+def _failure(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describe why the model itself fails on its example inputs; empty if it does not."""
+    try:
+        with torch.no_grad(), undisturbed(model), same_buffers(model), same_draws(model):
+            model(*args, **kwargs)
+    except Exception as error:
+        own = getattr(model, "example_input_array", None)
+        known = "" if own is None else f" It declares inputs of {_shapes(own)}."
+        return (
+            f"the model does not run on these inputs, {_shapes((args, kwargs))}: it fails"
+            f"{_at(error)} with {in_a_line(error).removesuffix('.')}.{known} Usual causes: a shape "
+            "or dtype that the model does not take, or data of another kind. Give inputs that it "
+            "runs on (--input 2x3x224x224, --input 2x16:int64 for token ids, or --data)."
+        )
+    return ""
+
+
+def _shapes(inputs: Any) -> str:
+    """Describe the tensors among inputs by shape and dtype."""
+    tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
+    texts = [f"{tuple(each.shape)} of {str(each.dtype)[6:]}" for each in tensors]
+    return ", ".join(texts) or "without any tensor"
+
+
+def _at(error: Exception) -> str:
+    """Return `` at`` a node of an ONNX file, or a line of the user's code; empty if unknown."""
+    if notes := getattr(error, "__notes__", None):
+        return f" at {notes[-1]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
+    return f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
 
 
 def _scripted(model: nn.Module) -> str:
@@ -200,7 +237,8 @@ def capture(
             except CaptureError:
                 raise
             except Exception as error:
-                raise CaptureError(explained(error, part)) from error
+                failure = _failure(part, args, kwargs)
+                raise CaptureError(failure or explained(error, part)) from error
         if found.is_free:
             batch = batch_of(*widened(args, kwargs, found.batches))
     constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()

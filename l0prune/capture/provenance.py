@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 _LIBRARY = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))
 _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
@@ -33,7 +34,8 @@ def source_of(node: Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
     for line in reversed(lines):
         path, _, rest = line.removeprefix('File "').partition('", line ')
-        if not path.startswith(("torch/", "<", _LIBRARY)) and "/torch/" not in path:
+        is_library = path.startswith(("torch/", "<", _LIBRARY, _HERE))
+        if not is_library and not any(each in path for each in ("/torch/", "/onnx2pytorch/")):
             return f"{os.path.basename(path)}:{rest.split(',')[0]}"
     return ""
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -39,6 +40,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for container, contents in before:
             _refill(container, contents)
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the values of all buffers after the context."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
 
 
 @contextmanager

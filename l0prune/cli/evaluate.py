@@ -157,15 +157,22 @@ def say_what_differs(model: Any, source: Any, path: Path) -> None:
 
 
 def _compare_with_timm(model: Any, source: Any) -> None:
+    """Warn of images scaled otherwise than for timm's weights.
+
+    A model with another number of classes than these weights was trained on data of its own.
+    """
     given, says = source.preprocessing, getattr(model, "pretrained_cfg", None)
     if given is None or not isinstance(says, Mapping):
+        return
+    classes = getattr(model, "num_classes", None)
+    if None not in (classes, says.get("num_classes")) and classes != says["num_classes"]:
         return
     mean, std = ([*says.get(name, ())] for name in ("mean", "std"))
     if mean and (mean, std) != (given.mean, given.std):
         say(
-            f"warning: timm's weights of this network know images minus mean {mean}, over "
-            f"deviation {std} (its pretrained_cfg); those of the data are minus {given.mean}, over "
-            f"{given.std}. If it has such weights, prepare the images in a file.py:function"
+            f"warning: timm's weights of this network expect images normalised with mean {mean} "
+            f"and deviation {std} (its pretrained_cfg); the data has {given.mean} and {given.std}. "
+            "If the model has these weights, normalise the images so in a file.py:function"
         )
 
 

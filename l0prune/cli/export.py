@@ -59,7 +59,7 @@ Compensated = Annotated[
     bool,
     typer.Option(
         "--compensate/--no-compensate",
-        help="With --int8: try weights that make up for the rounding, and keep them if they do.",
+        help="With --int8: adjust weights to make up for the rounding, where it helps.",
     ),
 ]
 Dtype = Annotated[
@@ -72,16 +72,16 @@ HalfIo = Annotated[
 Exits = Annotated[
     str | None,
     typer.Option(
-        help="With early exits (`gate --exits`): write MODEL.exits.onnx, left at the first one "
-        "that is sure enough on --data's test part, for tolerance=1%, latency=8ms or macs=0.5."
+        help="With early exits (`gate --exits`): write MODEL.exits.onnx, whose thresholds are "
+        "chosen on --data's test part for tolerance=1%, latency=8ms or macs=0.5."
     ),
 ]
 Skipping = Annotated[
     bool,
     typer.Option(
         "--skipping",
-        help="With input gates (`gate --input-gates`): write MODEL.skipping.onnx, which leaves out "
-        "blocks that they close whole, for one example at a time.",
+        help="With input gates (`gate --input-gates`): write MODEL.skipping.onnx, which skips "
+        "blocks that they close as a whole, for one example at a time.",
     ),
 ]
 ExternalData = Annotated[
@@ -96,7 +96,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Threads that a call may use w
 
 Verified = Annotated[
     Literal["float64", "float32"],
-    typer.Option(help="float32 proves in less time, but only faults of 1e-5 and more."),
+    typer.Option(help="float32 takes less time, and detects faults of 1e-5 and more."),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")

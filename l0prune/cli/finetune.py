@@ -68,7 +68,7 @@ def finetune(
 ) -> None:
     """Fine-tune a gated model: weights and gates learn together, under a budget or a price λ.
 
-    A run that was stopped goes on with the same command. torchrun starts it on several GPUs.
+    The same command resumes a stopped run. torchrun starts it on several GPUs.
 
     Examples:
         l0prune finetune --data imagefolder:DIR --budget macs=0.5 --epochs 20

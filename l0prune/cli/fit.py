@@ -39,9 +39,9 @@ Budget = Annotated[
 Score = Annotated[
     str,
     typer.Option(
-        help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-        "outputs, ablation, random; gates, what they have learned; or auto: with data fisher, "
-        "and branches by what the outputs and the loss do without them, else magnitude."
+        help="Importance of a slot: magnitude, group-magnitude, bn-scale, taylor, fisher, "
+        "outputs, ablation, random; gates, as learned; or auto: with data fisher for slots and "
+        "ablation and the loss for branches, else magnitude."
     ),
 ]
 Kind = Annotated[
@@ -53,14 +53,14 @@ Kind = Annotated[
 ]
 Batches = Annotated[
     int | None,
-    typer.Option(help="Batches of data, for scores that look at it [all; auto: 100]."),
+    typer.Option(help="Batches of data, for scores that need data [all; auto: 100]."),
 ]
 Compensate = Annotated[
     bool,
     typer.Option(
         "--compensate",
-        help="Let the weights that are left make up for those that go, by the inputs of --data; "
-        "with no --score also what goes is told so. With no --budget all gates stay as they are.",
+        help="Refit the remaining weights on the inputs of --data; without --score the slots are "
+        "chosen by that, too. Without --budget all gates stay as they are.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
@@ -88,9 +88,9 @@ def fit(
 ) -> None:
     """Close the gates of lowest score until an export just meets a budget; nothing is learned.
 
-    The classical way, in one shot. The weights want training afterwards: with
-    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are. Where there is data, the
-    model is tested before and after.
+    This is one-shot pruning, after which the weights usually need training:
+    `l0prune finetune MODEL.fit.pt --no-learn` keeps the gates as they are. With data, the model is
+    tested before and after.
 
     Examples:
         l0prune fit --data mnist --budget macs=0.5

@@ -25,8 +25,10 @@ KeepLayers = Annotated[
     list[str] | None,
     typer.Option("--keep", help="Paths or globs of layers to leave whole: inputs and outputs."),
 ]
-OpenProbability = Annotated[float, typer.Option(help="How likely a gate is open at first.")]
-Jitter = Annotated[float, typer.Option(help="Deviation of the noise on the gates' log α at first.")]
+OpenProbability = Annotated[float, typer.Option(help="Initial probability that a gate is open.")]
+Jitter = Annotated[
+    float, typer.Option(help="Standard deviation of the noise on the initial log α.")
+]
 Kind = Annotated[
     str,
     typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
@@ -38,29 +40,29 @@ Setting = Annotated[
 Keep = Annotated[
     Literal["yes", "native", "no"],
     typer.Option(
-        help="Whether the export should be of the model's own class: yes; native, with no "
-        "layers that torch does not have; or no."
+        help="Keep the model's own class in the export: yes; native, with layers of torch only; "
+        "or no."
     ),
 ]
 Branches = Annotated[
     list[str] | None,
     typer.Option(
-        help="Globs of the branches that get a gate of their own, so that all of a block can "
-        "go; by default all that `survey` finds and --include and --exclude leave."
+        help="Globs of the branches that get a gate of their own, so that whole blocks can be "
+        "removed; by default all that `survey` finds and --include and --exclude leave."
     ),
 ]
 NoBranches = Annotated[
-    bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
+    bool, typer.Option("--no-branches", help="Gates on widths only: no whole block is removed.")
 ]
 Exits = Annotated[
     list[str] | None,
-    typer.Option(help="Early exits: how many, or paths of modules (globs) that they read."),
+    typer.Option(help="Number of early exits, or paths of the modules that they read (globs)."),
 ]
 InputGates = Annotated[
     list[str] | None,
     typer.Option(
         "--input-gates",
-        help="Channels that follow the input: the share of the MACs that they leave on average "
+        help="Gates that depend on the input: the share of the MACs that they leave on average "
         "(0.7), paths of blocks (globs) that get them, or both.",
     ),
 ]
@@ -134,7 +136,7 @@ def gate(
 ) -> None:
     """Put a gate on every channel, neuron, head and branch that can be cut, and save the model.
 
-    Freshly gated the model gives the same answers as before.
+    The gates start open: the gated model gives the same answers as before.
 
     Examples:
         l0prune gate model.pt

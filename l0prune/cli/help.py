@@ -1,4 +1,7 @@
-"""Layout of ``--help``: description of a command, its options in groups, examples."""
+"""Layout of ``--help`` (the most used options of a command) and ``--help-all`` (all of them).
+
+A command's description comes first, then its options in groups, then examples.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,16 @@ _GROUPS = {
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names} | {
     name: group for group, each in behind("options") for name in each.options[group]
 }
+# Options that --help shows, by command; a command that is not here shows all.
+_MOST_USED = {
+    "survey": ("weights", "input", "data", "html"),
+    "gate": ("weights", "input", "data", "keep", "no_branches", "out"),
+    "fit": ("data", "faster", "budget", "score", "out"),
+    "finetune": ("data", "faster", "budget", "epochs", "batch_size", "lr"),
+    "export": ("onnx", "pretrained", "int8", "data", "out"),
+    "evaluate": ("weights", "data", "loss", "metric", "against"),
+} | {name: each.most_used[name] for name, each in behind("most_used")}  # fmt: skip
+_ALL = "--help-all"
 
 
 class GroupedCommand(TyperCommand):
@@ -50,6 +63,11 @@ class GroupedCommand(TyperCommand):
         text, _, self.examples = inspect.cleandoc(kwargs.pop("help", "") or "").partition(_EXAMPLES)
         super().__init__(*args, help=text, **kwargs)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, on which --help-all is --help with all options."""
+        ctx.meta[_ALL] = _ALL in args
+        return super().parse_args(ctx, ["--help"] if ctx.meta[_ALL] else args)
+
     def invoke(self, ctx: Any) -> Any:
         """Check the arguments while torch is not loaded, and call the command."""
         early.check(ctx.info_name, ctx.params)
@@ -58,13 +76,18 @@ class GroupedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each non-empty group of options."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in ("Arguments", *_GROUPS)}
+        shown = None if ctx.meta.get(_ALL) else _MOST_USED.get(self.name or "")
         for each in self.get_params(ctx):
+            is_argument = each.param_type_name == "argument"
+            if shown and not is_argument and each.name not in (*shown, "help"):
+                continue
             if (row := each.get_help_record(ctx)) is not None:
-                is_argument = each.param_type_name == "argument"
                 group = "Arguments" if is_argument else _GROUP_OF.get(each.name or "", "Other")
                 flags = row[0].replace("<list[str]>", "<str> …")
                 text = re.sub(r"\s*\[default: (.*)\]$", r" [\1]", row[1])
                 rows[group].append((flags, text))
+        if shown:
+            rows["Other"].append((_ALL, "Show all options and exit."))
         for group, found in rows.items():
             if found:
                 with formatter.section(group):

@@ -286,8 +286,9 @@ def load_data(
     if not hasattr(source, "train"):  # a tensor or a mapping of some
         if labelled:
             raise DataError(
-                f"{spec} returns inputs without labels: `l0prune shrink` takes these, and "
-                "`l0prune finetune --learn gates`"
+                f"{spec} returns inputs without labels. `l0prune shrink` takes these, and "
+                "`l0prune finetune --learn gates`; in Python l0prune.with_pseudo_labels(inputs, "
+                "model) makes the model's own answers the targets, and in a recipe answers = true"
             )
         return source
     if tokenizer:

@@ -26,14 +26,12 @@ Model = Annotated[
         help=f"{MODEL_HELP} Default: the one *.pt, else *.onnx, here.", show_default=False
     ),
 ]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="The same as MODEL, for use with --weights.")
-]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Same as MODEL.")]
 Weights = Annotated[
     Path | None, typer.Option(help="A state_dict file to load into the model that MODEL builds.")
 ]
 TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="Unpickle any class: this runs code in the file.")
+    bool, typer.Option("--trust-pickle", help="Unpickle any class, which runs code in the file.")
 ]
 Input = Annotated[
     str | None,
@@ -47,7 +45,7 @@ Dynamic = Annotated[
     list[str] | None,
     typer.Option(
         "--dynamic",
-        help="A size that stays free beside the batch, as input:dim=name: input_ids:1=seq.",
+        help="A size that stays free, as the batch does: input:dim=name, such as input_ids:1=seq.",
     ),
 ]
 DataSpec = Annotated[
@@ -65,7 +63,9 @@ DataRoot = Annotated[
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(help="Of a text: a folder or name, for transformers [that of the model]."),
+    typer.Option(
+        help="Tokenizer of a text: its folder or name, for transformers [that of the model]."
+    ),
 ]
 GatedFile = Annotated[
     Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
@@ -74,8 +74,8 @@ Faster = Annotated[
     float | None,
     typer.Option(
         metavar="TIMES",
-        help="As many times as fast as the model that came in, on --target: 2 is twice as fast, "
-        "the same as --budget speed=2. Its time at other widths is taken for that.",
+        help="Speedup over the original model on --target: 2 is twice as fast, the same as "
+        "--budget speed=2. The model is timed at several widths for it.",
     ),
 ]
 Latency = Annotated[
@@ -87,7 +87,9 @@ Latency = Annotated[
         "where there is none].",
     ),
 ]
-Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
+Uniform = Annotated[
+    bool, typer.Option("--uniform", help="Keep the same share of the width of all layers.")
+]
 LoadableBy = Annotated[
     str | None,
     typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
@@ -112,14 +114,14 @@ Vllm = Annotated[
 WithReport = Annotated[
     bool,
     typer.Option(
-        "--report/--no-report", help="Write report.html, a page that shows what the run came to."
+        "--report/--no-report", help="Write report.html, a page with the results of the run."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn at random.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes, branches to leave whole.")]
-Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
+Samples = Annotated[int, typer.Option(min=3, help="Largest number of inputs to use.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs in a batch.")]
 Recipe = Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")]
 
 
@@ -157,7 +159,7 @@ _FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of 
 _REPEATED = {"budget", "measures"}  # options that may be repeated
 _LISTS = {"bits"}  # options whose value is a list of numbers
 _MORE = {
-    "budget": "Several: give it again. With one λ is 0, unless --lambda is given",
+    "budget": "Repeat it for several. Without --lambda, no price is added",
     "bits": "Such as --bits 0,4,8",
 }
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, meant
 from l0prune.files.checked_json import read_toml
-from l0prune.files.consent import RECIPES
+from l0prune.files.consent import RECIPES, makers
 
 DEFAULTS_FILE = "l0prune.toml"
 OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
@@ -35,7 +35,7 @@ def defaults() -> dict[str, Any]:
         if name not in (*_TEXTS, _SETTINGS):
             raise UsageError(
                 f"{DEFAULTS_FILE} has {', '.join(_TEXTS)} and a table [{_SETTINGS}] of the "
-                f"settings of training, not {name}"
+                f"settings of training, not {name}{meant(name, (*_TEXTS, _SETTINGS))}"
             )
         kind, what = (dict, "a table") if name == _SETTINGS else (str, "a text")
         if not isinstance(value, kind):
@@ -131,11 +131,19 @@ def _images(folder: Path) -> Iterator[Path]:
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:
-    """Return the path to write: ``out``, else the model's name with the suffix, in this folder."""
+    """Return the path to write: ``out``, else the model's name with the suffix, in this folder.
+
+    A model from code is named after its class, else after its file, with the function's name if the
+    file has several and this one has another name.
+    """
     if out is not None:
         return out
     kind, _, name = source.rpartition(":")
     stem = name if kind and not Path(source).exists() else Path(source).name
+    if kind.endswith(".py") and Path(kind).is_file():
+        file, is_class = Path(kind).stem, name[:1].isupper()
+        is_only = name == file or len(makers(kind)) < 2
+        stem = name if is_class else file if is_only else f"{file}-{name}"
     for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth", ".onnx"):
         if stem.endswith(ending):
             stem = stem.removesuffix(ending)

@@ -43,7 +43,9 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise DataError(
         f"a batch must be (inputs, targets) or a dict, but the data gave a {type(batch).__name__}"
-        f"{length}; several inputs go into a tuple or a dict"
+        f"{length}. Without labels, the model's own answers can be learned from: "
+        "l0prune.with_pseudo_labels(inputs, model), before gate. Several inputs go into a tuple or "
+        "a dict"
     )
 
 

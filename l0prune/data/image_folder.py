@@ -68,7 +68,11 @@ def image_folder(spec: str, rest: str) -> Data:
 def _parts(folder: Path) -> list[Path]:
     """Return the folders of training and test images, or a single folder to be split."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
+        wrong = f"{folder} is a file" if folder.exists() else f"the folder {folder} does not exist"
+        raise DataError(
+            f"{wrong}. imagefolder:DIR takes a folder with a folder for each class, or with train "
+            "and test in it"
+        )
     train, *tests = (folder / part for part in ("train", "test", "val"))
     there = [part for part in tests if part.is_dir()]
     if not train.is_dir() and not there and any(each.is_dir() for each in folder.iterdir()):

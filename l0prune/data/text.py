@@ -93,8 +93,9 @@ def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Te
         DataError: there is too little text, or none.
         UsageError: there is no tokenizer, or the windows are too short.
     """
+    files = [each for each in _parts(paths) if each]
     known = tokenizer_of(tokenizer)
-    parts = [windows(_read(files), known, length) for files in _parts(paths) if files]
+    parts = [windows(_read(each), known, length) for each in files]
     return (parts[0], parts[1]) if len(parts) == 2 else _held_out(parts[0])
 
 
@@ -115,6 +116,8 @@ def _files(path: Path) -> list[Path]:
     """Return a file, or the text files below a folder, sorted by name."""
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise DataError(f"{path} does not exist: give a text file, or a folder of text files")
     found = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []
     if not found:
         raise DataError(

@@ -56,7 +56,7 @@ BY_CAPTURE: tuple[Pass, ...] = (
 @one_at_a_time()
 @displayed
 def export(model: nn.Module, *, verify: Verify = "float64", progress: bool = True) -> Export:
-    """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
+    """Remove closed slots from the weights, and verify that the outputs do not change.
 
     The model is left as it is. All work is on its device (on the CPU, if that has no float64).
 

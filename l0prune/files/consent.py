@@ -8,6 +8,7 @@ their names. A file may request those again. Anything else requires ``--trust-pi
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import os
@@ -85,6 +86,24 @@ def is_code(spec: str) -> bool:
 def is_read(spec: str) -> bool:
     """Return whether the spec is a file of a format that a network can be made of."""
     return SOURCES.knows(Path(spec).suffix)
+
+
+def makers(path: str) -> list[str]:
+    """Return the functions and classes of a Python file that may be called without arguments.
+
+    The file is not run; the list is empty if it cannot be read.
+    """
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [
+        each.name
+        for each in body
+        if isinstance(each, ast.ClassDef | ast.FunctionDef)
+        and not each.name.startswith("_")
+        and (isinstance(each, ast.ClassDef) or len(each.args.args) == len(each.args.defaults))
+    ]
 
 
 def _request(spec: str) -> _Request | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from l0prune.capture.configurations import class_of_transformers
 from l0prune.errors import FileError, UsageError
+from l0prune.files.atomic import PathLike
 from l0prune.files.beside_weights import bring_along
+from l0prune.files.consent import makers
 from l0prune.files.pickles import load_pickle
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
@@ -30,7 +32,9 @@ from l0prune.plan.names import no_model
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 
-def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = False) -> nn.Module:
+def load_model(
+    spec: PathLike, weights: PathLike | None = None, *, trust_pickle: bool = False
+) -> nn.Module:
     """Build the model that ``spec`` names, and load ``weights`` into it if given.
 
     Args:
@@ -46,6 +50,7 @@ def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = Fa
         FileError: a file is missing, damaged or not to be trusted.
         UsageError: the spec names nothing, or the weights do not fit.
     """
+    spec, weights = os.fspath(spec), None if weights is None else os.fspath(weights)
     published = _published(spec, weights)
     if published is not None:
         return published
@@ -79,17 +84,8 @@ def _read(path: str, trust_pickle: bool) -> Any:
 
 def _code_without_name(path: str) -> str:
     """Return the error for code without a name, with candidates; the file is not run."""
-    try:
-        body = ast.parse(Path(path).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        body = []
-    names = [
-        each.name
-        for each in body
-        if isinstance(each, ast.ClassDef)
-        or (isinstance(each, ast.FunctionDef) and len(each.args.args) == len(each.args.defaults))
-    ]
-    shown = " or ".join(f"{path}:{name}" for name in names[:3]) or f"{path}:build"
+    names = makers(path)[:3]
+    shown = " or ".join(f"{path}:{name}" for name in names) or f"{path}:build"
     return (
         f"{path} is code. Name what makes the model in it, a function, a class or a module: {shown}"
     )

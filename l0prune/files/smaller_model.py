@@ -98,9 +98,9 @@ def from_pretrained(folder: PathLike, *, trust_pickle: bool = False) -> nn.Modul
 
 
 def resize(model: Model, source: PathLike | Mapping[str, Any]) -> Model:
-    """Give a model at its old sizes the new sizes and weights of its smaller self, in place.
+    """Give a model of the original sizes the sizes and weights of its smaller version, in place.
 
-    For those who build their model by code of their own.
+    For models that only your own code builds.
 
     Args:
         model: a fresh model, as it was before it was gated; its weights do not matter.

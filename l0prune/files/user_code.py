@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from l0prune.capture.threads import muted
-from l0prune.errors import FileError, L0pruneError, UsageError, first_line
+from l0prune.errors import FileError, L0pruneError, UsageError, first_line, meant
 from l0prune.files.consent import SOURCES, is_code, is_read, remember
 from l0prune.gating.gated_class import CHILD
 
@@ -38,7 +38,10 @@ def named(spec: str) -> Any:
     module = _imported(Path(path))
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise UsageError(f"{path} has no {name!r}; it defines {', '.join(own) or 'no function'}.")
+        raise UsageError(
+            f"{path} has no {name!r}; it defines {', '.join(own) or 'no function'}"
+            f"{meant(name, own) or '.'}"
+        )
     return getattr(module, name)
 
 

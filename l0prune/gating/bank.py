@@ -1,4 +1,4 @@
-"""The one bank of gates that a gated model carries."""
+"""The gates of a gated model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from l0prune.gating.sampled_gates import SampledGates
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import with_slots
 
-# P(z ≠ 0) of a gate that ``set_open`` opens (so little that it can still close) or closes.
+# P(z ≠ 0) of a gate that ``set_open`` opens (low enough to close again) or closes.
 OPENED = 0.75
 CLOSED = 1e-3
 # Below it twice in a row a gate is closed for good: one in a hundred is open in the end, as it is

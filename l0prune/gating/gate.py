@@ -107,9 +107,9 @@ def gate(
     survey: Surveyed | None = None,
     progress: bool = True,
 ) -> Model:
-    """Put one gate on every slot of the model that can be cut out, in place.
+    """Put one gate on every slot of the model that can be removed, in place.
 
-    The state_dict gains ``l0prune_gates.log_alpha``. In eval mode the model computes what it did.
+    The state_dict gains ``l0prune_gates.log_alpha``. Outputs in eval mode do not change.
 
     Args:
         model: any module that torch.export can capture; inside torch.compile or DataParallel, too.
@@ -230,9 +230,9 @@ def _check_not_distributed(model: nn.Module) -> None:
 
 
 def ungate(model: Model) -> Model:
-    """Take the gates off again, in place: the module and state_dict that came in, bit by bit.
+    """Remove the gates, in place; the module and its state_dict keys are as before ``gate``.
 
-    The parameters stay as they are now: what the gates learned goes with them. To keep it, use
+    Parameters keep their present values, and what the gates learned is lost. To keep it, use
     ``l0prune.export``, or ``l0prune.save`` before.
 
     Returns:
@@ -246,7 +246,7 @@ def ungate(model: Model) -> Model:
 
 
 def gates(model: nn.Module) -> Gates:
-    """The one bank of gates of a gated model.
+    """Return the model's gates.
 
     Raises:
         NotGated: the model carries no gates.

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from l0prune.doors import missing, unknown
-from l0prune.errors import UsageError
+from l0prune.doors import missing
+from l0prune.errors import UsageError, meant
 
 _COUNTED = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 # The measures that come with l0prune, with their units.
@@ -62,11 +62,13 @@ def written(text: str) -> Iterator[Written]:
 def check_measure(name: str, known: Collection[str]) -> None:
     """Raise UsageError if a measure is none of the known ones."""
     if name not in known:
-        more = (
-            "; a measure of your own takes a class under @l0prune.measures.register "
-            "(docs/extending.md), and on the command line --measure file.py:Class"
+        raise UsageError(
+            missing(name)
+            or f"a budget is about one of {', '.join(known)}, not {name!r}"
+            f"{meant(name, (*known, SPEED)) or '.'} A measure of your own takes a class under "
+            "@l0prune.measures.register (docs/extending.md), and on the command line "
+            "--measure file.py:Class"
         )
-        raise UsageError(missing(name) or unknown("measure", name, known, more))
 
 
 def check_texts(texts: Iterable[str], units: Mapping[str, Mapping[str, float]] = UNITS) -> None:

@@ -148,6 +148,12 @@ def _limit_of(part: Written) -> Limit:
     if part.suffix == "%":
         if value > 100:
             raise UsageError(f"the budget {part.text!r} is more than the whole network; {HELP}")
+        if value < 1:
+            raise UsageError(
+                f"the budget {part.text!r} is less than one per cent of the network: if "
+                f"{value * 100:.15g} % is meant, write {name}={value:.15g} or "
+                f"{name}={value * 100:.15g}%; else {name}={value * 0.01:.15g}"
+            )
         value = value * 0.01
     elif part.suffix or value > 1 or (part.digits == "1" and kind_of(name).each_axis):
         return _absolute(part)

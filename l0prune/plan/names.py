@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from l0prune.doors import missing, unknown
-from l0prune.errors import UsageError
+from l0prune.doors import no_such
+from l0prune.errors import UsageError, meant
 
 SCORES = (
     *("magnitude", "group-magnitude", "bn-scale", "taylor", "fisher", "outputs", "ablation"),
@@ -28,13 +28,13 @@ PACKAGES = ("torchvision", "timm", "transformers")  # whose networks have a name
 def check_score(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no score of this name."""
     if name not in known:
-        raise UsageError(missing(name) or unknown("score", name, sorted(known)))
+        raise no_such("score", name, sorted(known))
 
 
 def check_gate(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no kind of gate of this name."""
     if name.replace("_", "-") not in known:
-        raise UsageError(missing(name) or unknown("gate", name, sorted(known)))
+        raise no_such("gate", name, sorted(known))
 
 
 def check_criterion(name: str, kind: str) -> None:
@@ -43,14 +43,14 @@ def check_criterion(name: str, kind: str) -> None:
     if name in known:
         return
     more = ", a file.py:function, and in Python a function of (outputs, targets)"
-    raise UsageError(unknown(kind, name, known, more))
+    raise no_such(kind, name, known, more)
 
 
 def no_data(spec: str) -> UsageError:
     """Return the error of a data source that is none."""
     return UsageError(
-        f"{spec!r} is no data source. Known: {', '.join(DATA)}, imagefolder:DIR, FILE.txt, "
-        "text:DIR, file.py:function."
+        f"{spec!r} is no data source{meant(spec, DATA) or '.'} Known: {', '.join(DATA)}, "
+        "imagefolder:DIR, FILE.txt, text:DIR, file.py:function."
     )
 
 

@@ -500,7 +500,7 @@ class Plan:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"this is no plan: {place}: {first['msg']}") from error
+            raise ValueError(f"this is no plan: {place} is missing or wrong") from error
 
 
 _JSON = TypeAdapter(Plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from l0prune.doors import behind, missing
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, meant
 
 TARGET = "onnxruntime"  # where nothing else is said
 
@@ -16,6 +16,6 @@ def targets() -> tuple[str, ...]:
 def check_target(name: str) -> str:
     """Return the name of a runtime; raise UsageError if there is none of this name."""
     if name not in (known := targets()):
-        no_target = f"target is one of {', '.join(known)}, not {name!r}"
+        no_target = f"target is one of {', '.join(known)}, not {name!r}{meant(name, known)}"
         raise UsageError(missing(name) or no_target)
     return name

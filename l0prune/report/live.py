@@ -74,7 +74,7 @@ def finetune(
     λ warms up, the network is pruned, and with fixed gates, which just meet the budgets, the
     weights settle. After each epoch the moving average of weights, buffers and gates is tested; in
     the end the model has these averages. With ``out`` a checkpoint is kept there, from which
-    ``resume=True`` goes on, on the CPU the same to the bit, and ``report.html``, which shows the
+    ``resume=True`` resumes (bitwise identical on the CPU), and ``report.html``, which shows the
     run while it goes on.
 
     Args:

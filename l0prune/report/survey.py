@@ -21,6 +21,7 @@ from l0prune.capture.copying import inside
 from l0prune.capture.sizes import ALL_FIXED, free_sizes
 from l0prune.capture.weights import Weight, weights_of
 from l0prune.exporting.preview import why_no_class
+from l0prune.files.source_file import source_file_of
 from l0prune.gating.axis_trials import offered
 from l0prune.gating.branch_trials import REFUSED
 from l0prune.infer.reasons import Whole
@@ -379,7 +380,7 @@ class Survey:
                 "Tried with half of all slots cut, an export is the captured graph, not of the "
                 f"model's own class: {self.no_class}."
             )
-        elif self.plan.code.reused:
+        elif self.no_class is not None and self.plan.code.reused:
             yield Text(self._on_class())
         times = times_on(TARGET)
         if max(blocks := times.blocks(self.plan), default=1) > 1:
@@ -450,7 +451,7 @@ def survey(
     if dynamic_shapes is not None and parts.plan.parts == ("",):
         fixed = fixed_batch(model, parts.example) | fixed
     no_class = None
-    if own_class:
+    if own_class and source_file_of(model) is None:  # a file has no class of the user's
         no_class = why_no_class(model, parts.plan, parts.example, ALL_FIXED if fixed else free)
     found = (stream for part in parts.found for stream in part.analysis.whole)
     whole = tuple(sorted(found, key=lambda each: -_share(parts.plan, each.tensors)))

@@ -294,6 +294,12 @@ def _examples(source: Source) -> int:
         return found
     if isinstance(source, (list, tuple)):
         return sum(batch_length(*inputs_and_targets(batch)) for batch in source)
+    if isinstance(source, Tensor):
+        raise DataError(
+            "the training data is a tensor of inputs without targets: give (inputs, targets) "
+            "batches, or learn from the model's own answers, which "
+            "l0prune.with_pseudo_labels(inputs, model) makes before the model is gated"
+        )
     raise DataError(
         "the training data cannot say how many examples it holds, which λ in N needs; "
         "give Task(…, size=N)"

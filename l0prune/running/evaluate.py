@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import BatchNormBase
+from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.capture.model_checks import evaluating
-from l0prune.data.dataset import WHOLE
-from l0prune.errors import DataError, L0pruneError
+from l0prune.data.dataset import WHOLE, without_labels
+from l0prune.errors import DataError, L0pruneError, NotGated
+from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import check_whole
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import stage, steps
@@ -49,7 +50,7 @@ def check_first_batch(
     if batch is None:
         raise DataError("the training data is empty")
     with (
-        explain_mismatch([batch], "model, data and loss"),
+        explain_mismatch([batch], "model, data and loss", model),
         evaluating(model),
         precision(device, autocast),
         checked_indices(),
@@ -64,7 +65,7 @@ def check_first_test(
     """Check the first test batch, if there is one, with the metric."""
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
         with (
-            explain_mismatch([batch], _TEST),
+            explain_mismatch([batch], _TEST, model),
             evaluating(model),
             precision(device, autocast),
             checked_indices(),
@@ -73,8 +74,13 @@ def check_first_test(
 
 
 @contextmanager
-def explain_mismatch(batches: Sequence[Batch], what: str) -> Iterator[None]:
-    """Convert errors within the context into a DataError that describes the last batch."""
+def explain_mismatch(
+    batches: Sequence[Batch], what: str, model: nn.Module | None = None
+) -> Iterator[None]:
+    """Convert errors within the context into a DataError that describes the last batch.
+
+    If the inputs differ in shape or dtype from those that the model was gated with, it says so.
+    """
     try:
         yield
     except (L0pruneError, torch.OutOfMemoryError):
@@ -89,10 +95,32 @@ def explain_mismatch(batches: Sequence[Batch], what: str) -> Iterator[None]:
                 " These targets are of a single example: a list holds batches. Give examples as "
                 "DataLoader(examples, batch_size)."
             )
+        differs = "" if model is None else _gated_for(model, batch.inputs)
+        targets = "" if batch.targets is None else f", targets {describe(batch.targets)}"
         raise DataError(
-            f"{what} do not fit together. Inputs are {describe(batch.inputs)}, targets "
-            f"{describe(batch.targets)}; what went wrong: {type(error).__name__}: {error}.{hint}"
+            f"{what} do not fit together. The inputs are {describe(batch.inputs)}{targets}."
+            f"{differs} The call failed with {type(error).__name__}: "
+            f"{str(error).removesuffix('.')}.{hint}"
         ) from error
+
+
+def _gated_for(model: nn.Module, inputs: Any) -> str:
+    """Describe the inputs that a model was gated with, if these have other shapes or dtypes."""
+    try:
+        args, kwargs = gates_of(model).example
+    except NotGated:
+        return ""
+    known = kwargs or (args[0] if len(args) == 1 else args)
+    given = without_labels(inputs)
+    if _kinds(known) == _kinds(given):
+        return ""
+    return f" The model was gated with {describe(known)} (the first size is the batch)."
+
+
+def _kinds(inputs: Any) -> list[tuple[Any, ...]]:
+    """Return shape, without the batch, and dtype of each tensor."""
+    tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
+    return [(each.shape[1:], each.dtype) for each in tensors]
 
 
 @displayed
@@ -112,7 +140,7 @@ def evaluate(
     Args:
         model: left as it was found, its mode included.
         data: a data source, (training, test) or a ``Task``, as for ``finetune``. Only the test
-            part is read: of batches alone make ``([], batches)``.
+            part is read; give batches alone as ``([], batches)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         metric: see ``Task``; None for that of the data.
         batch_size: examples at a time, where the source lets us choose; None for 100, or for
@@ -162,7 +190,7 @@ def evaluate_task(
             now[:] = [batch]
             yield batch
 
-    with on_device(model, place), task.on_device(place), explain_mismatch(now, _TEST):
+    with on_device(model, place), task.on_device(place), explain_mismatch(now, _TEST, model):
         found = evaluate_batches(model, counted(), task, place, autocast)
     return found, examples
 

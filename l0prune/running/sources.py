@@ -41,9 +41,10 @@ from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.plan.names import no_data
 from l0prune.progress.stages import steps
-from l0prune.running.batches import call, count_of_batches
+from l0prune.running.batches import Batch, call, count_of_batches
 from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
 from l0prune.running.device import choose_device, on_device, precision
+from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
 from l0prune.running.task import Source, Task, batch_length, is_split
 
@@ -105,7 +106,9 @@ def _labelled(
         batches = source.batches(batch_size) if is_split(source) else iter(source)
     pairs, left = list[tuple[Any, Tensor]](), list[Tensor]()
     for batch in steps(batches, count_of_batches(source, batch_size)):
-        pairs.append(_pseudo_labelled(network, _inputs_of(batch), place))
+        inputs = _inputs_of(batch)
+        with explain_mismatch([Batch(inputs, None)], "network and data"):
+            pairs.append(_pseudo_labelled(network, inputs, place))
         if held:
             left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))
     if isinstance(source, Tensors):

@@ -67,14 +67,15 @@ def fit(
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
 
-    Gates of lowest score close first; where there is room, those of highest score open again. At
-    least one slot of an axis stays. What can be observed (a time) corrects the choice.
+    Gates of lowest score close first; if the budget leaves room, those of highest score open again.
+    At least one slot of an axis stays. Measures that can be observed, such as time, correct the
+    choice.
 
     Args:
         model: a gated model.
         budget: such as ``"speed=2"``, ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several; None to round widths only.
-        scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
+        scores: importance of each slot, higher is kept; shape ``(plan.size,)``. By default the
             gates' own log α; of gates that have not learned yet, the score ``"magnitude"``.
         round_to: open slots of an axis (but heads, groups, single inputs) come in multiples of
             this, or all of them. ``"auto"`` takes blocks that the target computes fastest, or those

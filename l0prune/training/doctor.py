@@ -43,6 +43,9 @@ _RUNAWAY = 1e4
 _GROWTH = 0.5
 # The part of the training's seconds that compiling may take.
 _COMPILING = 0.1
+# Changes of training and test loss, in opposite directions, from which on a network overfits.
+_PART = 0.2
+_PARTED = "overfits"
 # Complaints whose advice is that gates are to close faster or in greater number, and the opposite.
 _FASTER = frozenset({"out of reach", "stuck", "nothing closes", "runs away"})
 _SLOWER = frozenset({"overwhelmed"})
@@ -263,9 +266,10 @@ class Doctor:
             if abs(of.expected - of.actual) > _APART * of.dense:
                 yield (
                     "undecided",
-                    f"{count} of {len(p)} gates have not decided: {of.share(of.expected):.0%} of "
-                    f"the {kind.label} are expected to stay, {of.share(of.actual):.0%} do. So the "
-                    "network that settles differs from the one that was trained. Give more epochs"
+                    f"{count} of {len(p)} gates are neither open nor closed when learning ends "
+                    f"(they have not decided): training used {of.share(of.expected):.0%} of the "
+                    f"{kind.label} on average, the fixed network has {of.share(of.actual):.0%}, so "
+                    "that the two differ. Give more epochs"
                     + (f", or a larger gate_lr (now {self._rate:g})" * faster),
                 )
                 return
@@ -335,7 +339,30 @@ def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str
     times = "once" if len(seconds) == 1 else f"{len(seconds)} times, once for each size"
     return {
         "compiling": f"compiling took {took:.3g} of {training:.3g} s of training ({times}), which "
-        "so few steps do not win back: leave compile out, or give more epochs"
+        "so few steps do not save: leave compile out, or give more epochs"
+    }
+
+
+def parted(records: Sequence[Record], *, augment: bool) -> dict[str, str]:
+    """Complain, once in a run, if the test loss rises while the training loss falls.
+
+    Both are compared with those of the epoch of the lowest test loss; the last record is the
+    present one.
+    """
+    known = [each for each in records if "test_loss" in each]
+    if len(known) < 2 or any(_PARTED in each.get("doctor", {}) for each in records):
+        return {}
+    best, now = min(known, key=lambda each: float(each["test_loss"])), known[-1]
+    (train, low), (learned, test) = (
+        (float(each["train_loss"]), float(each["test_loss"])) for each in (best, now)
+    )
+    if not (learned < (1 - _PART) * train and test > (1 + _PART) * low):
+        return {}
+    vary = "" if augment else "augment=True (where the data source can vary its examples), "
+    return {
+        _PARTED: f"since epoch {best['epoch']} the training loss has fallen from {train:.3g} to "
+        f"{learned:.3g}, and the test loss has risen from {low:.3g} to {test:.3g}: the network "
+        f"overfits. Give {vary}fewer epochs, more data, weight_decay or distill"
     }
 
 

@@ -43,7 +43,7 @@ def add_exits(
     temperature: float = 2.0,
     seed: int = 0,
 ) -> ExitNetwork:
-    """Put early exits on a network: heads that answer before all of it is computed.
+    """Add early exits to a network: heads that answer before all of it is computed.
 
     What comes back is a module with several answers, ``ExitOutputs``, to be trained, gated and
     exported like any other; ``choose_exits`` then decides when an answer is good enough. The

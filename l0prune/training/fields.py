@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -24,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from l0prune.errors import UsageError, warn_renamed
+from l0prune.errors import UsageError, meant, warn_renamed
 from l0prune.plan.numbers import LARGEST, MOST
 
 # Former names, which are accepted with a DeprecationWarning.
@@ -39,7 +38,9 @@ _WORDS = {
     Callable: "a function",
     Sequence: "a list of texts",
     Mapping: "a mapping",
+    dict: "a table of settings",
 }
+_LISTED = {str: "texts", float: "numbers", int: "whole numbers"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "less than"}
 
 
@@ -52,7 +53,9 @@ def summary(field: FieldInfo) -> str:
 def types(field: FieldInfo) -> tuple[Any, ...]:
     """Return the types that a field may hold: the members of its union, or its only one."""
     annotation = field.annotation
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if is_union else (annotation,)
+    return tuple(get_args(k)[0] if get_origin(k) is Annotated else k for k in kinds)
 
 
 def documentation(model: type[BaseModel]) -> str:
@@ -64,25 +67,61 @@ def documentation(model: type[BaseModel]) -> str:
     return "\n".join(parts)
 
 
-def in_words(
-    error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
-) -> str:
-    """Describe each error in ``given``: its name, its value, and what is allowed."""
-    names = dict.fromkeys(str(each["loc"][0]) for each in error.errors())
-    return "; ".join(
-        _wrong(name, fields[name], given[name]) if name in fields else _unknown(name, list(fields))
-        for name in names
-    )
+def in_words(error: ValidationError, model: type[BaseModel], given: Any) -> list[str]:
+    """Describe each wrong entry of ``given``: its place, its value, and what is allowed."""
+    found: dict[str, str] = {}
+    for each in error.errors():
+        place, section, last, field, value = _entry(model, given, each["loc"])
+        own = each.get("ctx", {}).get("error")
+        if isinstance(own, ValueError):
+            text = f"{place}: {own}" if place else str(own)
+        elif field is None:
+            text = _unknown(last, [*section.model_fields], place)
+        elif each["type"] == "missing":
+            text = f"{place} is missing: {summary(field)}"
+        else:
+            text = _wrong(place, field, value)
+        found.setdefault(place, text)
+    return list(found.values())
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
-    return f"there is no setting {name!r}; {hint}"
+def _entry(
+    model: type[BaseModel], given: Any, loc: Sequence[Any]
+) -> tuple[str, type[BaseModel], str, FieldInfo | None, Any]:
+    """Return the entry that an error is about: its path, its section, its key, field and value.
+
+    ``loc`` leads through models within the model. Where a value may be of several types, pydantic
+    lists an error for each, at a longer ``loc``: all of them are about the value.
+    """
+    path, key, field = "", "", None
+    for step in loc:
+        if isinstance(step, int) and isinstance(given, list):
+            path, given = f"{path}[{step + 1}]", given[step]
+            continue
+        if field is not None and (inner := model_in(field)) is not None:
+            model = inner
+        elif path:
+            break
+        key, field = str(step), model.model_fields.get(str(step))
+        path = f"{path}.{key}" if path else key
+        given = given.get(key) if isinstance(given, Mapping) else None
+    return path, model, key, field, given
+
+
+def model_in(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model that a field holds, alone or in a list; None if it holds no model."""
+    kinds = [part for kind in types(field) for part in (kind, *get_args(kind))]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def _unknown(name: str, known: list[str], place: str) -> str:
+    section = place.removesuffix(name).removesuffix(".")
+    hint = meant(name, known) or f"; there are {', '.join(known)}."
+    return f"there is no setting {name!r}{section and f' in [{section}]'}{hint}"
 
 
 def _wrong(name: str, field: FieldInfo, value: Any) -> str:
-    text = f"{name} must be {_allowed(field)}, not {reprlib.repr(value)}"
+    text = f"{name} must be {allowed(field)}, not {reprlib.repr(value)}"
     about = summary(field)
     return text if _choices(field) else f"{text} ({about[:1].lower()}{about[1:]})"
 
@@ -94,9 +133,10 @@ def _choices(field: FieldInfo) -> list[Any]:
     return [None, *choices] if choices and NoneType in kinds else choices
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
+    """Describe the values that a field may have; empty if no text or number can be one."""
     choices = _choices(field)
-    words = [f"one of {', '.join(map(repr, choices))}"] if choices else []
+    words = [("one of " if choices[1:] else "") + ", ".join(map(repr, choices))] if choices else []
     words += [word for kind in types(field) if (word := _word(kind)) is not None]
     return " or ".join(words) + _bounds(field)
 
@@ -104,6 +144,10 @@ def _allowed(field: FieldInfo) -> str:
 def _word(kind: Any) -> str | None:
     if kind == Sequence[int]:
         return "a list of whole numbers"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a table of settings"
+    if get_origin(kind) is list:
+        return f"a list of {_LISTED.get(get_args(kind)[0], 'tables of settings')}"
     return _WORDS.get(get_origin(kind) or kind)
 
 
@@ -111,7 +155,7 @@ def _bounds(field: FieldInfo) -> str:
     """Describe the bounds of a numeric field."""
     limits = {
         name: getattr(rule, name)
-        for rule in field.metadata
+        for rule in _rules(field)
         for name in _BOUNDS
         if getattr(rule, name, None) is not None
     }
@@ -119,6 +163,12 @@ def _bounds(field: FieldInfo) -> str:
         return f" from {_shown(limits['ge'])} to {_shown(limits['le'])}"
     texts = [f"{_BOUNDS[name]} {_shown(limit)}" for name, limit in limits.items()]
     return f" {' and '.join(texts)}" if texts else ""
+
+
+def _rules(field: FieldInfo) -> list[Any]:
+    """Return the constraints of a field, with those of single members of a union."""
+    members = [m for kind in get_args(field.annotation) for m in getattr(kind, "__metadata__", ())]
+    return [*field.metadata, *(rule for m in members for rule in getattr(m, "metadata", ()))]
 
 
 def _shown(limit: float) -> str:
@@ -156,7 +206,7 @@ def check_fields(model: type[BaseModel], given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         field = model.model_fields.get(name)
         if field is None:
-            raise UsageError(_unknown(name, list(model.model_fields)))
+            raise UsageError(_unknown(name, list(model.model_fields), ""))
         try:
             _adapter(model, name).validate_python(value, strict=True)
         except ValidationError:
@@ -182,7 +232,7 @@ class Declared(BaseModel):
         try:
             return check(given)
         except ValidationError as error:
-            raise UsageError(in_words(error, cls.model_fields, given)) from None
+            raise UsageError("; ".join(in_words(error, cls, given))) from None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -57,7 +57,7 @@ class GateSettings(Declared):
     )
     round_to: int | Literal["auto"] = Field(
         "auto",
-        description="Widths are multiples of this, within the budget; 1 for any. auto for the "
+        description="Widths are multiples of this, within the budget; 1 for any. auto: the "
         "blocks that ``target`` computes fastest (of 16 channels on many processors), in small "
         "layers smaller ones; or those of ``latency``, or of another measure that the budget is "
         "about.",
@@ -112,7 +112,7 @@ class GateSettings(Declared):
         True,
         description="What learns: true for weights and gates, gates for these alone, false for the "
         "weights alone, after ``l0prune fit``. gates is for networks that are too large to train: "
-        "weights and the statistics of BatchNorm stand and need no gradients, no state of an "
+        "weights and the statistics of BatchNorm are fixed and need no gradients, no state of an "
         "optimizer and, with ``distill``, no copy for a teacher. Nothing settles then: after the "
         "last step the gates are fitted to the budget, and ``l0prune.compensate`` changes the "
         "weights. With false all of the run is settling.",
@@ -134,7 +134,7 @@ class GateSettings(Declared):
     )
     quantize: Literal["int8", "bits"] | None = Field(
         None,
-        description="int8 lets the network know that it will be in eight bits, bits learns how "
+        description="Quantization-aware training: int8 for eight bits, bits to learn how "
         "many. With int8, weights and what layers read are fake-quantized from the middle of the "
         "run on, and always while settling; save_onnx(int8=…) writes an int8 file with these "
         "ranges. With bits, each weight and each input of a layer learns its own number of them "
@@ -155,7 +155,7 @@ class GateSettings(Declared):
     )
     compact: Compact = Field(
         "auto",
-        description="When closed slots are cut out while training goes on, for time and memory: "
+        description="When closed slots are cut out during training, to save time and memory: "
         "auto, as soon as they are closed for good; settle, once the gates are fixed; or never. "
         "Closed for good: open with a probability below 0.1, twice in a row; a compiled network is "
         "cut as with settle. Only where that is shown to compute the same; in the end the model "

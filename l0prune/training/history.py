@@ -104,7 +104,7 @@ Record = dict[str, Any]
 
 @dataclass
 class History:
-    """The records of a run, one for each epoch, the oldest first.
+    """Records of a run, one for each epoch, in order.
 
     Each has ``epoch`` (from 1), ``step`` (steps done), ``phase`` (at its end), ``seconds``,
     ``train_loss`` and ``penalty`` (means over its steps), ``lr``, and with test data ``test_loss``

@@ -55,7 +55,7 @@ def add_input_gates(
     open_probability: float = defaults.OPEN_PROBABILITY,
     seed: int = 0,
 ) -> InputGatedNetwork:
-    """Add input gates, which open other channels for each input, to blocks of a network.
+    """Add input gates to blocks of a network, which open different channels for each input.
 
     Before each block a small network looks at the block's input and opens or closes the channels
     of its inner axes, those that nothing outside of the block knows, such as between the Linears of

@@ -27,7 +27,7 @@ from l0prune.running.processes import ALONE, World, full_state, to_local
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
-from l0prune.training.doctor import costly_compiling, diverged
+from l0prune.training.doctor import costly_compiling, diverged, parted
 from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
@@ -293,6 +293,8 @@ class Loop:
                 record |= self._pruner.record()
                 if complaints := self._pruner.doctor.after(record):
                     record["doctor"] = complaints
+        if found := parted([*self.history.records, record], augment=self._settings.augment):
+            record["doctor"] = record.get("doctor", {}) | found
         return record
 
     def _measured_before(self) -> dict[str, float]:

@@ -42,14 +42,14 @@ class DenseSettings(Declared):
 
     loss: Loss | str | None = Field(
         None,
-        description="What is learned from: auto (the loss that a model computes itself from its "
+        description="Loss of the training: auto (the loss that a model computes itself from its "
         "labels, else cross-entropy), cross-entropy, mse, l1, smooth-l1, bce, next-token or "
         "file.py:function. In Python also a function of (outputs, targets). None for what the data "
         "says, else auto. See ``Task``.",
     )
     metric: Metric | str | None = Field(
         None,
-        description="What is reported beside the loss: error, accuracy, label-error, mae, "
+        description="Metric that is reported beside the loss: error, accuracy, label-error, mae, "
         "perplexity, the name of a loss or file.py:function. In Python also a function of "
         "(outputs, targets). None for what the data says, else error where the targets are "
         "classes.",
@@ -57,13 +57,13 @@ class DenseSettings(Declared):
     epochs: int = count(10, "Passes over the training data.")
     batch_size: int = count(
         100,
-        "Examples a step, of all processes and micro-batches together. Data that "
-        "comes in batches of its own keeps those. Of windows of text, unless a number is given, as "
-        "many as have 4,096 tokens.",
+        "Examples in a step, over all processes and micro-batches. Data that "
+        "comes in batches of its own keeps those. By default a batch of text has as many windows "
+        "as hold 4,096 tokens.",
     )
     accumulate: int = count(
         1,
-        "Micro-batches that a step's examples are computed in, one after another, to "
+        "Gradient accumulation: micro-batches that a step's examples are divided into, to "
         "need less memory. Each is a forward with gates of its own.",
     )
     lr: float = amount(1e-3, "Learning rate of the weights.")
@@ -156,13 +156,13 @@ class DenseSettings(Declared):
     )
     channels_last: bool = Field(
         False,
-        description="Filters and images lie in memory with their channels last. GPUs like that in "
-        "half precision. Not on a CPU, where torch's convolutions may crash with it.",
+        description="Use the channels-last memory format, which is faster on GPUs in half "
+        "precision. Not on a CPU, where torch's convolutions may crash with it.",
     )
     checkpointing: bool = Field(
         False,
-        description="Less memory, a third more time: backward computes the model's repeated blocks "
-        "again. Only their inputs are kept for it.",
+        description="Activation checkpointing of the model's repeated blocks: less memory, a third "
+        "more time. Only their inputs are kept for backward, which computes them again.",
     )
     distributed: Literal["ddp", "fsdp"] | None = Field(
         "ddp",

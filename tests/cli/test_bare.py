@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from torch import nn
 
 import l0prune
+from l0prune.cli.evaluate import say_what_differs
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -165,4 +167,18 @@ def test_fewer_classes_and_other_images_than_the_model_knows(done, tmp_path):
     assert out["input"] == "2x3x16x16"
     _, err = done("finetune", "--epochs", "1", "--no-report")
     assert "model.gated.pt has 5 outputs and the data 3 classes" in err
-    assert "timm's weights of this network know images minus mean [0.5, 0.5, 0.5]" in err
+    assert (
+        "timm's weights of this network expect images normalised with mean [0.5, 0.5, 0.5]" in err
+    )
+
+
+@pytest.mark.parametrize(("classes", "warns"), [(3, False), (1000, True)])
+def test_normalisation_is_only_that_of_timms_weights_where_these_can_be_in_the_model(
+    capsys, classes, warns
+):
+    model = network(outputs=classes)
+    model.num_classes = classes  # timm's networks say it
+    model.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "num_classes": 1000}
+    given = SimpleNamespace(preprocessing=SimpleNamespace(mean=[0.4] * 3, std=[0.2] * 3))
+    say_what_differs(model, given, Path("model.pt"))
+    assert ("expect images normalised with mean" in capsys.readouterr().err) == warns

@@ -190,7 +190,7 @@ def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatc
 )
 def test_help_names_all_there_is_to_choose_from(done, name, choices):
     """The help is written by hand, since it is to come without loading torch."""
-    out, _ = done(name, "--help")
+    out, _ = done(name, "--help-all")
     words = re.sub(r"[^a-z0-9-]+", " ", out).replace("- ", "-")  # a line may end at a hyphen
     assert set(choices) <= set(words.split())
 
@@ -401,7 +401,7 @@ def test_loss_and_metric_by_name_and_of_a_file(done, refused, tmp_path):
     said = refused(2, "finetune", *short)
     assert "(32,) of float32: one number for an example is no choice between classes" in said
     assert "did you mean 'mse'" in refused(2, "finetune", *short, "--loss", "mes")
-    assert not (tmp_path / "net.run").exists()
+    assert not (tmp_path / "prices-net.run").exists()
     alone, err = done("finetune", *short, "--loss", "mse")
     assert alone["test_loss"] > 0
     assert "error" not in alone
@@ -410,7 +410,7 @@ def test_loss_and_metric_by_name_and_of_a_file(done, refused, tmp_path):
     assert out["far"] >= out["test_loss"]
     by_score = (*given, "--loss", "mse", "--score", "taylor", "--budget", "macs=0.5")
     fitted, _ = done("fit", *by_score, "--metric", "prices.py:far", "--json")
-    for when, file in (("before", "net.gated.pt"), ("after", "net.fit.pt")):
+    for when, file in (("before", "prices-net.gated.pt"), ("after", "prices-net.fit.pt")):
         asked = (*given, "--loss", "mse", "--metric", "prices.py:far", "--json")
         tested, _ = done("evaluate", file, *asked)
         assert fitted[when] == {name: tested[name] for name in ("examples", "test_loss", "far")}

@@ -23,7 +23,7 @@ WRONG = [
     ("gate m.pt --gate hard", "there is no gate 'hard'"),
     ("export none.tuned.pt", "none.tuned.pt does not exist."),
     ("measure none.gated.pt", "none.gated.pt does not exist."),
-    ("finetune m.pt --budget mac=0.5", "there is no measure 'mac'; did you mean 'macs'"),
+    ("finetune m.pt --budget mac=0.5", "not 'mac'; did you mean 'macs'?"),
     ("finetune m.pt --budget macs=half", "cannot read 'half' in the budget"),
     ("finetune m.pt --budget latency=12parsecs", "'parsecs' is none of its units"),
     ("finetune m.pt --set epochz=3", "there is no setting 'epochz'; did you mean 'epochs'?"),
@@ -34,7 +34,7 @@ WRONG = [
     ("fit m.pt --budget macs=0.5 --score best", "there is no score 'best'"),
     ("fit m.pt --budget macs=0.5 --target tensorrt", "target is one of onnxruntime"),
     ("fit m.pt --latency none.json --budget latency=0.5", "none.json does not exist."),
-    ("shrink m.pt --budget flops=0.5", "there is no measure 'flops'"),
+    ("shrink m.pt --budget flops=0.5", "not 'flops'; did you mean 'macs'?"),
     ("run digits-wide-open", "there is no recipe 'digits-wide-open'"),
 ]
 COMMANDS = """

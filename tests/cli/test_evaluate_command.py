@@ -131,7 +131,7 @@ def check_records(tmp_path):
     assert repeat.command.endswith("--pretrained small --no-time net.tuned.pt")
     page = (tmp_path / "net.run/report.html").read_text()
     assert "shorter side resized to 37 pixels" in page
-    shown = re.search(r"How to do it again</h2>\s*<pre><code>(.*?)</code>", page, re.DOTALL)[1]
+    shown = re.search(r"How to repeat it</h2>\s*<pre><code>(.*?)</code>", page, re.DOTALL)[1]
     assert shown.splitlines() == [*repeat.commands, repeat.command]
 
 

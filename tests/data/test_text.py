@@ -88,7 +88,7 @@ def test_folders_of_parts_and_two_paths_are_taken_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff\xfe\xff", "UTF-8"), (b"too short", "only one window"), (None, "holds no text")],
+    [(b"\xff\xfe\xff", "UTF-8"), (b"too short", "only one window"), (None, "a.txt does not exist")],
 )
 def test_files_that_cannot_be_used(tmp_path, content, message):
     if content is not None:

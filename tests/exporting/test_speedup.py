@@ -37,8 +37,8 @@ def test_one_sentence_is_enough_near_the_ideal():
     near = found(1.2)
     assert (near.is_near, near.ideal, near.measured) == (True, 2.0, pytest.approx(1 / 0.6))
     assert str(near) == (
-        "2 → 1.2 ms (1.67 times as fast; half of the turns within 0%), asked macs=0.5, ideal by "
-        "MACs 2.00 times; 1 thread, batch 1, onnxruntime 1.0, a processor."
+        "2 → 1.2 ms (1.67 times as fast; median of 8 alternating runs, interquartile range 0%), "
+        "asked macs=0.5, ideal by MACs 2.00 times; 1 thread, batch 1, onnxruntime 1.0, a processor."
     )
     assert not near.warning
 

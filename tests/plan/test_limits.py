@@ -60,6 +60,7 @@ def test_a_width_of_one_is_one_slot_and_one_of_100_percent_all(all_slots):
     [
         ("", "cannot read"), ("macs", "cannot read"), ("macs=half", "half"), ("time=0.5", "time"),
         ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"),
+        ("macs=0.5%", "macs=0.5 or macs=50%; else macs=0.005"),
         ("macs=1.5", "neither a share"),
         (": macs=0.5", "cannot read"), ("macs=0.5, macs=0.4", "twice"), ([], "empty"),
         ("width=3k", "none of its units"),

@@ -182,7 +182,7 @@ def test_data_from_a_file(tmp_path):
         ("imagenet-of-dreams", UsageError, "no data source.*imagefolder:DIR"),
         ("mnist:", UsageError, "no data source"),
         ("imagefolder:", UsageError, "no data source"),
-        ("imagefolder:nowhere", DataError, "is no folder"),
+        ("imagefolder:nowhere", DataError, "the folder nowhere does not exist"),
         ("nowhere.py:load", FileError, "does not exist"),
     ],
 )

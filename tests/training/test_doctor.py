@@ -6,7 +6,7 @@ from small_task import FEATURES, data, gated, network
 
 import l0prune
 from l0prune.gating.kinds.hard_concrete import HardConcrete
-from l0prune.training.doctor import _longest_step, closes_below
+from l0prune.training.doctor import _longest_step, closes_below, parted
 
 QUIET = {"progress": False, "batch_size": 30}
 
@@ -171,3 +171,51 @@ def test_a_multiplier_that_runs_away_is_said_with_its_cause():
     found = pruner.doctor.after(record)
     assert "1e+06" in found["runs away"]
     assert "100% is left where 30% is wanted" in found["runs away"]
+
+
+def _epochs(*losses, **more):
+    keys = ("train_loss", "test_loss")
+    return [dict(zip(keys, each, strict=True), epoch=n, **more) for n, each in enumerate(losses, 1)]
+
+
+def test_training_and_test_loss_that_part_are_said_once():
+    records = _epochs((0.9, 1.6), (0.5, 1.55), (0.2, 1.9), (0.065, 2.35))
+    assert parted(records[:2], augment=False) == {}
+    text = parted(records, augment=False)["overfits"]
+    assert "since epoch 2 the training loss has fallen from 0.5 to 0.065" in text
+    assert "the test loss has risen from 1.55 to 2.35" in text
+    assert "augment=True" in text
+    assert "augment" not in parted(records, augment=True)["overfits"]
+    records[-2]["doctor"] = {"overfits": text}
+    assert parted(records, augment=False) == {}
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [(0.9, 1.0), (0.3, 0.5)],  # both fall
+        [(0.3, 0.4), (0.9, 1.2)],  # both rise, as where gates close
+        [(0.3, 0.4), (0.1, 0.45)],  # the test loss hardly rises
+        [(0.3, 0.4), (0.29, 0.9)],  # the training loss hardly falls
+    ],
+)
+def test_losses_that_do_not_part(losses):
+    assert parted(_epochs(*losses), augment=False) == {}
+
+
+@pytest.mark.parametrize("has_gates", [False, True])
+def test_a_network_that_learns_noise_by_heart_overfits(capsys, has_gates):
+    generator = torch.Generator().manual_seed(0)
+
+    def noise():
+        inputs = torch.randn(24, FEATURES, generator=generator)
+        return [(inputs, torch.randint(0, 2, (24,), generator=generator))]
+
+    quiet = {"epochs": 60, "lr": 3e-2, "ema": 0.0}
+    pair = noise(), noise()
+    if has_gates:
+        history = l0prune.finetune(gated(), pair, budget="params=0.9", **quiet)
+    else:
+        history = l0prune.train_dense(network(), pair, **quiet)
+    assert "overfits" in history.complaints
+    assert capsys.readouterr().err.count("the network overfits") == 1

@@ -52,7 +52,7 @@ def test_a_message_says_what_was_given_and_what_is_allowed():
     with pytest.raises(UsageError) as caught:
         Settings(batch_size=2.5)
     assert str(caught.value).startswith(
-        "batch_size must be a whole number from 1 to 2,147,483,647, not 2.5 (examples a step"
+        "batch_size must be a whole number from 1 to 2,147,483,647, not 2.5 (examples in a step"
     )
     with pytest.raises(UsageError, match=r"distill must be a number from 0 to 1, not 1\.5"):
         Settings(distill=1.5)

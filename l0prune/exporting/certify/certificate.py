@@ -116,7 +116,7 @@ _OF_NAN = (
 
 @dataclass(frozen=True)
 class Certificate:
-    """All comparisons of an export. It exists only if every one of them passed."""
+    """Comparisons of an export, all of which passed."""
 
     checks: tuple[Check, ...]
 

@@ -104,8 +104,8 @@ class Times:
     def pace(self) -> str:
         """Milliseconds before and after, the ratio, and the spread of the turns."""
         return (
-            f"{self.before:.3g} → {self.after:.3g} ms ({1 / self.share:.2f} times as fast; half of "
-            f"the turns within {self.spread:.0%})"
+            f"{self.before:.3g} → {self.after:.3g} ms ({1 / self.share:.2f} times as fast; "
+            f"median of {len(self.small)} alternating runs, interquartile range {self.spread:.0%})"
         )
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from enum import Enum
 from itertools import chain, islice, product
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import pytree
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.threads import muted
-from l0prune.capture.undisturbed import undisturbed
+from l0prune.capture.undisturbed import same_buffers, undisturbed
 from l0prune.errors import UsageError, in_a_line
 from l0prune.files.model_sources import parse_input
 
@@ -63,7 +63,7 @@ def guess_example(model: nn.Module, side: int | None = None) -> Guess:
     """
     tried: dict[str, str] = {}
     first: Guess | None = None
-    with evaluating(model), undisturbed(model), _same_buffers(model), muted():
+    with evaluating(model), undisturbed(model), same_buffers(model), muted():
         layers = _first_layers(model)
         for found in _candidates(model, layers, side):
             if found.text in tried:
@@ -84,17 +84,6 @@ def _with_refused(found: Guess, tried: Mapping[str, str], side: int | None) -> G
         return found
     refused = f"the model does not run on {images}, the size of the images in this folder"
     return Guess(found.text, f"{found.origin} ({refused})")
-
-
-@contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the values of all buffers after the context."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, values in before:
-            buffer.copy_(values)
 
 
 def _candidates(

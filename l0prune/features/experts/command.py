@@ -14,10 +14,10 @@ from l0prune.cli.opening import load_data, open_model, recorded_data
 from l0prune.cli.project import output_path
 from l0prune.progress.display import shown
 
-Experts = Annotated[int, typer.Option(min=1, help="That each mixture keeps.")]
+Experts = Annotated[int, typer.Option(min=1, help="Experts that each mixture keeps.")]
 Score = Annotated[
     str,
-    typer.Option(help="output (how far outputs move), reap (share times output) or load (inputs)."),
+    typer.Option(help="output (change of outputs), reap (share times output) or load (inputs)."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.experts.")]
 
@@ -40,8 +40,9 @@ def experts(
 ) -> None:
     """Reduce every mixture of experts in a model to fewer experts, by some inputs alone.
 
-    Router and experts lose the same rows; what is left is proven to compute what the model does
-    when the others are never chosen. The folder has the model and the former numbers of experts.
+    Rows of the router and experts are removed; the result is proven to compute what the model
+    computes if the removed experts are never chosen. The folder has the model and the former
+    numbers of experts.
 
     Examples:
         l0prune experts transformers:DIR --data a.txt:512 --experts 6

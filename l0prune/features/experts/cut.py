@@ -53,10 +53,10 @@ def shrink_experts(
 ) -> FewerExperts:
     """Cut every mixture of experts in a model to a given number of experts.
 
-    The rows of its router go, and the experts' weights, be they a list of modules or one tensor
-    for all; the number that an input gets stays, and shared experts do. The result computes what
-    the model does whose closed experts have -inf for a score before the best are chosen; that is
-    shown on examples.
+    Rows of the router and weights of experts are removed, whether these are a list of modules or
+    one tensor for all. The number of experts that an input gets stays, and so do shared experts.
+    The result computes what the model computes if removed experts get the score -inf before the
+    best are chosen, which is verified on examples.
 
     Args:
         model: of its own class, without gates. It stays as it is.

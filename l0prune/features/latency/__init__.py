@@ -8,6 +8,7 @@ FEATURE = Feature(
     __name__,
     names={"LatencyTable": "table", "measure": "measure"},
     commands={"measure": "command"},
+    most_used={"measure": ("runtime", "threads", "batch", "out")},
     functions={
         "latency_table": "measure",
         "known_table": "measure",

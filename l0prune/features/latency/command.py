@@ -24,8 +24,8 @@ Batch = Annotated[int, typer.Option(help="Examples in one call.")]
 Runtime = Annotated[
     str,
     typer.Option(
-        help="What runs the network: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
-        "executorch, litert; of PyTorch eager, compile, cuda-graph or torch-cuda-bf16."
+        help="Runtime: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
+        "executorch, litert; for PyTorch eager, compile, cuda-graph or torch-cuda-bf16."
     ),
 ]
 Provider = Annotated[
@@ -38,7 +38,7 @@ Provider = Annotated[
 Samples = Annotated[
     int | None,
     typer.Option(
-        help="How many networks are timed [as many as predict others within 5 %, up to 32].",
+        help="Number of networks that are timed [as many as predict others within 5 %, up to 32].",
         show_default=False,
     ),
 ]
@@ -46,13 +46,13 @@ Bundle = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Time nothing here: write a folder to be copied to the device that will serve, "
-        "and run there (run.py needs numpy and onnxruntime only).",
+        help="Write a folder to copy to the device that will serve the network, "
+        "and to run there (run.py needs numpy and onnxruntime only).",
     ),
 ]
 Results = Annotated[
     Path | None,
-    typer.Option("--from", metavar="FILE", help="What run.py of a bundle wrote on a device."),
+    typer.Option("--from", metavar="FILE", help="Times that run.py of a bundle wrote on a device."),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.latency.json.")]
 
@@ -71,11 +71,11 @@ def measure(
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
 ) -> None:
-    """Time the model at many widths, and write a latency table of its time at any.
+    """Time the model at many widths, and write a latency table that predicts its time at any.
 
-    A budget can then be in milliseconds. What was stopped goes on where it was, and more --samples
-    go on from those that are timed (in MODEL.latency.times.json). For another device: --bundle DIR
-    here, `python DIR/run.py` there, --from results.json here.
+    A budget can then be in milliseconds. The same command resumes a stopped measurement, and more
+    --samples add to those that are timed (in MODEL.latency.times.json). For another device:
+    --bundle DIR here, `python DIR/run.py` there, --from results.json here.
 
     Examples:
         l0prune measure model.gated.pt --threads 4 --batch 1

@@ -133,7 +133,8 @@ def _warn_of_host(runtime: str, part: float) -> None:
         warn(
             f"the dense network waits for the host: starting its operators takes {part:.0%} of its "
             f"time in {runtime}, so that narrower layers make it hardly faster. Measure with "
-            "runtime='cuda-graph', or larger batches, or gate whole branches (--gates both)"
+            "runtime='cuda-graph', or larger batches, or let whole layers be removed "
+            "(`l0prune gate` without --no-branches)"
         )
 
 

@@ -32,7 +32,7 @@ from l0prune.capture.configurations import (
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import NothingToPrune, UsageError, warn
+from l0prune.errors import NothingToPrune, UsageError, meant, warn
 from l0prune.features.loadable.llama import llama_class, llama_settings, why_no_llama
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import CostModel
@@ -413,7 +413,8 @@ def loadable(
     """
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:
-        raise UsageError(f"loadable_by is one of {', '.join(map(repr, PROGRAMS))}, not {by!r}")
+        known = ", ".join(map(repr, PROGRAMS))
+        raise UsageError(f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}")
     if not kind:
         raise UsageError(
             f"loadable_by={by!r} is for models of a class in transformers, which its "
@@ -470,8 +471,9 @@ def _reasons(found: Loadable, most: int = 4) -> str:
 def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
     before, after = CostModel(found.plan), CostModel(result)
     shares = " and ".join(
-        f"{after.reachable(unit):.1%} of the {label} (else {before.reachable(unit):.1%})"
+        f"{reached} of the {label}" + f" (else {else_})" * (else_ != reached)
         for unit, label in (("params", "params"), ("macs", "MACs"))
+        for reached, else_ in [(f"{after.reachable(unit):.1%}", f"{before.reachable(unit):.1%}")]
     )
     branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
     alone = len(branches - set(result.names))

@@ -73,7 +73,11 @@ class OnnxNetwork(nn.Module):
         values |= {names[name]: value for name, value in kwargs.items()}
         last = {name: n for n, step in enumerate(self._steps) for name in step.inputs}
         for number, step in enumerate(self._steps):
-            found = self._called(step, [self._value(name, values) for name in step.inputs])
+            try:
+                found = self._called(step, [self._value(name, values) for name in step.inputs])
+            except Exception as error:
+                error.add_note(f"{step.label} of {self.origin.file}")
+                raise
             several = found if isinstance(found, tuple | list) else (found,)
             values.update(zip(step.outputs, several, strict=False))
             for name in step.inputs:

@@ -18,7 +18,7 @@ from l0prune.features.page.elements import breakable, element
 from l0prune.features.page.network import flattened, heads, network, sums
 from l0prune.features.page.sweep import shown_costs, sweep
 from l0prune.features.page.time import groups_of, predicted_and_measured, time_by_layer
-from l0prune.features.page.training import curves, phases_in_words, remarks
+from l0prune.features.page.training import curves, multipliers, phases_in_words, remarks
 from l0prune.features.page.training import gate_histogram as gates
 from l0prune.features.page.verdict import cards, is_unfinished, verdict
 from l0prune.report.content import Content, Training
@@ -81,14 +81,17 @@ def _pictures(content: Content) -> dict[str, Markup]:
 
 def _shown(training: Training) -> dict[str, Any]:
     """Return a training with its pictures and the doctor's remarks, for the template."""
-    panels = zip(curves(training, _WIDE), curves(training, _NARROW), strict=True)
-    pictures = [_pair(wide, narrow) for wide, narrow in panels]
+    pictures, details = (
+        [_pair(*each) for each in zip(draw(training, _WIDE), draw(training, _NARROW), strict=True)]
+        for draw in (curves, multipliers)
+    )
     if any(epoch.gates for epoch in training.epochs):
-        pictures.append(_both(lambda width: gates(training, width)))
+        details.append(_both(lambda width: gates(training, width)))
     return {
         "of": training,
         "phases": phases_in_words(training),
         "pictures": pictures,
+        "details": details,
         "remarks": remarks(training),
     }
 

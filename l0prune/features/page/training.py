@@ -58,11 +58,11 @@ def phases_in_words(training: Training) -> str:
         said.append(f"Gates learn in {learning}.")
     if settle:
         has_budget = any(epoch.budgets for epoch in training.epochs)
-        by_budget = "open as far as the budgets go, the likeliest first"
-        rule = by_budget if has_budget else "open where their value without noise is above 0"
+        by_budget = "the most probable ones stay open, as many as the budgets allow"
+        rule = by_budget if has_budget else "a gate is open if its value without noise is above 0"
         said.append(
-            f"In {settle} all gates stand, undecided ones too: {rule}, else closed. "
-            "The weights learn on."
+            f"In {settle} all gates are fixed, undecided ones too: {rule}; the others are closed. "
+            "The weights continue to learn."
         )
     return " ".join(said)
 
@@ -143,6 +143,12 @@ def curves(training: Training, width: int) -> list[Markup]:
         title = "MACs of a training step, % of the whole network’s"
         of = _recorded(training, step=[_times(100, share) for share in step_shares(training)])
         found.append(panel(title, of, training, width))
+    return found
+
+
+def multipliers(training: Training, width: int) -> list[Markup]:
+    """Draw a panel with the Lagrange multiplier of each budget."""
+    epochs, found = training.epochs, []
     for budget in dict.fromkeys(asked for epoch in epochs for asked in epoch.budgets):
         states = [epoch.budgets.get(budget) for epoch in epochs]
         of = _recorded(training, λ=[None if s is None else s.multiplier for s in states])

@@ -39,7 +39,7 @@ def verdict(content: Content) -> str:
     if content.about == "survey":
         return _reach(content)
     if content.about == "sweep":
-        return f"{len(content.runs)} runs, compared by what they cost and what they are worth."
+        return f"{len(content.runs)} runs, compared by cost and metric."
     shares = _shares(gain, "its")
     parts = [f"keeps {shares}"] if shares else []
     so_far, lines = is_unfinished(content), []
@@ -54,16 +54,12 @@ def verdict(content: Content) -> str:
     if content.certificate:
         worst = max(check.error for check in content.certificate)
         passed = all(check.passed for check in content.certificate)
-        where = f"in {len(content.certificate)} comparisons"
-        found = (
-            f"the largest difference {where} is {elements.error(worst)} of the output's scale"
-            if worst
-            else f"there is no difference {where}"
-        )
+        found = f"largest difference {elements.error(worst)} of the output's scale"
         lines.append(
-            f"It computes the same function as the network with its gates: {found}."
+            f"Verified in {len(content.certificate)} comparisons: identical to the fine-tuned "
+            f"network ({found if worst else 'no difference'})."
             if passed
-            else "It does not compute the same function as the network with its gates."
+            else "It does not compute the same function as the fine-tuned network."
         )
     lines += [
         f"The training “{t.name}” has done {len(t.epochs)} of {t.planned} epochs."
@@ -77,7 +73,7 @@ def _reach(content: Content) -> str:
     """Return the share of a network that gates could remove, in words."""
     gates = sum(axis.before for axis in content.axes)
     where = f"{gates:,} gates on {len(content.axes)} axes"
-    return f"{where} can reach {_shares(content.gain, 'the') or 'nothing'}. Nothing is cut yet."
+    return f"{where} can remove {_shares(content.gain, 'the') or 'nothing'}. Nothing is cut yet."
 
 
 def is_unfinished(content: Content) -> bool:
@@ -134,7 +130,7 @@ def _metric(metric: Metric) -> str:
     before = elements.metric(metric.name, metric.before)
     if before == after:
         return f"stays at {after} {name} on the test data"
-    return f"goes from {before} to {after} {name} on the test data"
+    return f"changes from {before} to {after} {name} on the test data"
 
 
 def _name(metric: Metric) -> str:
@@ -191,7 +187,7 @@ def _survey_cards(gain: Gain) -> list[Card]:
         ("MACs of one example", gain.macs, elements.brief),
     )
     return [
-        Card(label, "", show(pair.before), f"{elements.percent(pair.share)} can go", pair.share)
+        Card(label, "", show(pair.before), f"{elements.percent(pair.share)} removable", pair.share)
         for label, pair, show in pairs
         if pair is not None and pair.before and pair.share is not None
     ]

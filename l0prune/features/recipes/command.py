@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
 
-    A stage whose file stands in the run folder is not done again.
+    A stage whose file is in the run folder is skipped.
 
     Examples:
         l0prune run digits-wide

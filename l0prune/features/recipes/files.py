@@ -20,7 +20,7 @@ from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.criteria import check_name
-from l0prune.training.fields import current_names
+from l0prune.training.fields import current_names, in_words
 from l0prune.training.settings import Settings
 
 
@@ -29,10 +29,17 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Source of the network; paths are relative to the recipe."""
+    """The network."""
 
-    source: str
-    weights: str | None = None
+    source: str = Field(
+        description="Code or a model by name: `file.py:function` (a path relative to the recipe), "
+        "`torchvision:NAME`, `timm:NAME`, `transformers:NAME`, a `.pt` or `.onnx` file."
+    )
+    weights: str | None = Field(
+        None,
+        description="File of a state_dict, or for torchvision the name of published weights, such "
+        "as DEFAULT.",
+    )
 
 
 def _checked(given: str | None, kind: str) -> str | None:
@@ -45,34 +52,76 @@ def _checked(given: str | None, kind: str) -> str | None:
 
 
 class DataSection(_Section):
-    """Data, loss and metric; paths are relative to the recipe.
+    """Data, loss and metric."""
 
-    With ``answers`` the targets are the dense network's outputs (``with_pseudo_labels``), in the
-    precision in which the gates learn (``finetune.autocast``).
-    """
-
-    source: str
-    loss: Annotated[str | None, AfterValidator(lambda given: _checked(given, "loss"))] = None
-    metric: Annotated[str | None, AfterValidator(lambda given: _checked(given, "metric"))] = None
-    answers: bool = False
+    source: str = Field(
+        description="As `--data`: a data set by name, `imagefolder:DIR`, a text, or "
+        "`file.py:function` (a path relative to the recipe)."
+    )
+    loss: Annotated[str | None, AfterValidator(lambda given: _checked(given, "loss"))] = Field(
+        None, description="Loss by name or `file.py:function`; by default that of the data."
+    )
+    metric: Annotated[str | None, AfterValidator(lambda given: _checked(given, "metric"))] = Field(
+        None, description="Metric by name or `file.py:function`; by default that of the data."
+    )
+    answers: bool = Field(
+        False,
+        description="Learn from the dense network's outputs in place of labels "
+        "(`with_pseudo_labels`), in the precision of `finetune.autocast`.",
+    )
 
 
 class GateSection(_Section):
     """Options of ``gate``, and the gates' initial state."""
 
-    include: list[str] = list(defaults.INCLUDE)
-    exclude: list[str] = list(defaults.EXCLUDE)
-    keep: list[str] = list(defaults.KEEP)
-    open_probability: float | dict[str, float] = defaults.OPEN_PROBABILITY
-    jitter: Annotated[float, Field(ge=0, le=LARGEST)] = defaults.JITTER
-    seed: Annotated[int, Field(ge=0, le=SEEDS)] = defaults.SEED
-    keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
-    branches: bool | list[str] | None = defaults.BRANCHES
-    uniform: bool = defaults.UNIFORM
-    loadable_by: str | None = defaults.LOADABLE_BY
-    outputs: list[str] = list(defaults.OUTPUTS)
-    kind: str = defaults.KIND
-    settings: dict[str, Any] = Field(default_factory=dict)
+    include: list[str] = Field(
+        list(defaults.INCLUDE), description="Axes and branches to gate: names or globs."
+    )
+    exclude: list[str] = Field(
+        list(defaults.EXCLUDE), description="Axes and branches to leave whole, even if included."
+    )
+    keep: list[str] = Field(
+        list(defaults.KEEP), description="Layers to leave whole on all sides: paths or globs."
+    )
+    open_probability: float | dict[str, float] = Field(
+        defaults.OPEN_PROBABILITY,
+        description="Initial probability that a gate is open; a table sets it by globs of axes.",
+    )
+    jitter: Annotated[float, Field(ge=0, le=LARGEST)] = Field(
+        defaults.JITTER, description="Standard deviation of the noise on the initial log α."
+    )
+    seed: Annotated[int, Field(ge=0, le=SEEDS)] = Field(
+        defaults.SEED, description="Seed of that noise."
+    )
+    keep_class: bool | Literal["native"] = Field(
+        defaults.KEEP_CLASS,
+        description="Keep equally many slots where the model's code has one number, so that the "
+        'result is of its own class; "native": with layers of torch alone.',
+    )
+    branches: bool | list[str] | None = Field(
+        defaults.BRANCHES,
+        description="Branches that get a gate of their own, so that whole blocks can be removed: "
+        "true, false, or names and globs; by default all that include and exclude leave.",
+    )
+    uniform: bool = Field(
+        defaults.UNIFORM, description="Keep one share of the width of all layers."
+    )
+    loadable_by: str | None = Field(
+        defaults.LOADABLE_BY,
+        description='Gate only what this program loads by itself: "transformers" or "vllm".',
+    )
+    outputs: list[str] = Field(
+        list(defaults.OUTPUTS),
+        description="Outputs that matter: names, first parts of names or globs; by default all, of "
+        "a transformers model its logits or last hidden state.",
+    )
+    kind: str = Field(
+        defaults.KIND,
+        description="Kind of gate: hard-concrete, continuous-sparsification or binary-concrete.",
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of that kind, such as `estimator`."
+    )
 
     @model_validator(mode="after")
     def _is_known(self) -> GateSection:
@@ -97,27 +146,48 @@ def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _target_of(name: str) -> str:
+    try:
+        return check_target(name)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
 Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
 
 
 class FitSection(_Section):
     """Options of closing gates by a score, in one shot (``l0prune.score``, ``l0prune.fit``)."""
 
-    budget: str | list[str] | dict[str, Any]
-    score: str = "magnitude"
-    batches: int | None = Field(None, ge=1, le=MOST)
-    batch_size: int = Field(100, ge=1, le=MOST)
-    round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = "auto"
-    target: Annotated[str, AfterValidator(check_target)] = TARGET
-    kinds: list[str] = []
+    budget: str | list[str] | dict[str, Any] = Field(
+        description="What the network may cost: `macs=0.5`, `params=10k`, `latency=12ms`, …"
+    )
+    score: str = Field("magnitude", description="Score by name, or auto, gates, file.py:function.")
+    batches: int | None = Field(
+        None, ge=1, le=MOST, description="Batches of data for scores that need data."
+    )
+    batch_size: int = Field(100, ge=1, le=MOST, description="Examples in each of these batches.")
+    round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = Field(
+        "auto", description="Widths are multiples of this; auto: of the target's fastest blocks."
+    )
+    target: Annotated[str, AfterValidator(_target_of)] = Field(
+        TARGET, description="Runtime that the result is for."
+    )
+    kinds: list[str] = Field(
+        [], description="Kinds of axes whose gates may be closed; empty for all."
+    )
 
 
 class RoundSection(_Section):
     """Round of pruning: gates are added, learned (or closed by a score), and cut out."""
 
-    gate: GateSection = Field(default_factory=GateSection)
-    fit: FitSection | None = None
-    finetune: Learning = Field(default_factory=dict)
+    gate: GateSection = Field(
+        default_factory=lambda: GateSection.model_validate({}), description="Where gates are put."
+    )
+    fit: FitSection | None = Field(
+        None, description="Close gates in one shot by a score; without it the gates learn."
+    )
+    finetune: Learning = Field(default_factory=dict, description="Settings of training with gates.")
 
     @model_validator(mode="after")
     def _learns_or_is_fitted(self) -> RoundSection:
@@ -143,28 +213,37 @@ class RoundSection(_Section):
 class LatencySection(_Section):
     """Setting of latency budgets: ``l0prune.measure`` on this machine."""
 
-    runtime: str = "onnxruntime"
-    provider: str | None = None
-    threads: int = Field(1, ge=1, le=THREADS)
-    batch: int = Field(1, ge=1, le=MOST)
-    samples: Annotated[int, Field(ge=1, le=NETWORKS)] | Literal["auto"] = "auto"
+    runtime: str = Field("onnxruntime", description="Runtime, by its name in `l0prune measure`.")
+    provider: str | None = Field(None, description="Execution provider of ONNX Runtime.")
+    threads: int = Field(1, ge=1, le=THREADS, description="Threads that a call may use.")
+    batch: int = Field(1, ge=1, le=MOST, description="Examples of a call.")
+    samples: Annotated[int, Field(ge=1, le=NETWORKS)] | Literal["auto"] = Field(
+        "auto", description="Networks of other widths that are timed."
+    )
 
 
 class ExitsSection(_Section):
-    """Early exits: options of ``add_exits`` and of ``choose_exits``.
+    """Early exits: options of ``add_exits`` and of ``choose_exits``."""
 
-    A share ``held_out`` of the training examples is held out, on which thresholds are chosen.
-    """
-
-    at: Annotated[int, Field(ge=1, le=MOST)] | list[str] = 2
-    weights: float | list[float] = 1.0
-    distill: Annotated[float, Field(ge=0, le=1)] = 0.5
-    temperature: Annotated[float, Field(gt=0, le=LARGEST)] = 2.0
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    criterion: str = "confidence"
-    budget: str | None = None
-    tolerance: float | str | None = None
-    measure: str = "macs"
+    at: Annotated[int, Field(ge=1, le=MOST)] | list[str] = Field(
+        2, description="Number of exits, or the paths of the modules that they read."
+    )
+    weights: float | list[float] = Field(1.0, description="Weight of the exits' losses.")
+    distill: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="Share of an exit's loss that is distillation from the last exit."
+    )
+    temperature: Annotated[float, Field(gt=0, le=LARGEST)] = Field(
+        2.0, description="Temperature of that distillation."
+    )
+    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="Share of the training examples that are held out to choose thresholds."
+    )
+    criterion: str = Field("confidence", description="confidence, entropy or patience.")
+    budget: str | None = Field(None, description="Mean cost of an example, such as `latency=8ms`.")
+    tolerance: float | str | None = Field(
+        None, description="In place of a budget: how much worse the metric may become (`1%`)."
+    )
+    measure: str = Field("macs", description="What a tolerance spares: macs or latency.")
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> ExitsSection:
@@ -176,21 +255,33 @@ class ExitsSection(_Section):
 class InputGatesSection(_Section):
     """Input gates: options of ``add_input_gates``."""
 
-    at: str | list[str] = "*"
-    target: Annotated[float, Field(gt=0, le=1)] | None = None
-    price: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
-    shape: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
-    skip: bool = True
-    per: Literal["example", "position"] = "example"
-    hidden: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    gate: Literal["hard-concrete", "binary-concrete"] = "hard-concrete"
+    at: str | list[str] = Field("*", description="Paths of the blocks that get them, or globs.")
+    target: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Mean share of the MACs that the gates leave; 0.7 without a price."
+    )
+    price: Annotated[float, Field(ge=0, le=LARGEST)] | None = Field(
+        None, description="In place of a target: what the loss pays for all of these MACs."
+    )
+    shape: Annotated[float, Field(ge=0, le=LARGEST)] = Field(
+        0.0, description="Weight of batch-shaping."
+    )
+    skip: bool = Field(True, description="Add a gate for all channels of each residual block.")
+    per: Literal["example", "position"] = Field(
+        "example", description="One set of gates for each example, or for each position."
+    )
+    hidden: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
+        None, description="Width of the gating modules; by default chosen by the block."
+    )
+    gate: Literal["hard-concrete", "binary-concrete"] = Field(
+        "hard-concrete", description="Kind of gate."
+    )
 
 
 class ExportSection(_Section):
     """Files to write besides ONNX."""
 
-    pt2: bool = False
-    state: bool = False
+    pt2: bool = Field(False, description="Write an exported program of torch.")
+    state: bool = Field(False, description="Write a state_dict and its shapes.")
 
 
 class Recipe(RoundSection):
@@ -210,19 +301,35 @@ class Recipe(RoundSection):
     that budgets may be in milliseconds.
     """
 
-    name: str
-    description: str
-    seed: int = Field(0, ge=0, le=SEEDS)
-    model: ModelSection
-    data: DataSection
-    dense: Learning | None = None
-    rounds: list[RoundSection] = Field(default_factory=list)
-    recover: Learning | None = None
-    report: str | None = None
-    latency: LatencySection | None = None
-    exits: ExitsSection | None = None
-    input_gates: InputGatesSection | None = None
-    export: ExportSection = Field(default_factory=ExportSection)
+    name: str = Field(description="Name of the run, its folder and files.")
+    description: str = Field(description="One sentence, which `l0prune recipes ls` shows.")
+    seed: int = Field(0, ge=0, le=SEEDS, description="Seed of everything that is drawn at random.")
+    model: ModelSection = Field(description="The network.")
+    data: DataSection = Field(description="Data, loss and metric.")
+    dense: Learning | None = Field(
+        None, description="Settings of training the network before it is gated."
+    )
+    rounds: list[RoundSection] = Field(
+        default_factory=list,
+        description="Rounds of pruning before the last one, which is that of the recipe itself.",
+    )
+    recover: Learning | None = Field(
+        None, description="Settings of training the small network alone, at the end."
+    )
+    report: str | None = Field(
+        None,
+        description="Measurements beside the metric: `file.py:function`, which is given the dense "
+        "network and the path of the ONNX file, and returns them by name.",
+    )
+    latency: LatencySection | None = Field(
+        None, description="How the network is timed, for budgets in milliseconds."
+    )
+    exits: ExitsSection | None = Field(None, description="Early exits.")
+    input_gates: InputGatesSection | None = Field(None, description="Gates that follow the input.")
+    export: ExportSection = Field(
+        default_factory=lambda: ExportSection.model_validate({}),
+        description="Files to write besides ONNX.",
+    )
 
     @model_validator(mode="after")
     def _has_gates_in_each_round(self) -> Recipe:
@@ -262,10 +369,7 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
-            for e in error.errors()
-        ]
+        lines = [f"  {text}" for text in in_words(error, Recipe, content)]
         given = f" with {' '.join(overrides)}" if overrides else ""
         raise UsageError(f"{path}{given} is no recipe:\n" + "\n".join(lines)) from error
     sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}

@@ -6,6 +6,7 @@ FEATURE = Feature(
     __name__,
     needs=("recipes",),
     commands={"sweep": "command"},
+    most_used={"sweep": ("sweeps", "budget", "seed", "jobs", "folder")},
     options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job")},
     launchers={"processes": "launchers", "submitit": "launchers", "ray": "launchers"},
 )

@@ -63,7 +63,7 @@ def sweep(
 ) -> None:
     """Run a recipe with each combination of some settings, and compare the runs. Resumable.
 
-    Each run has a folder below --out; what is done there is not done again.
+    Each run has a folder below --out; finished runs are skipped.
 
     Examples:
         l0prune sweep digits-wide --budget macs=0.3,0.5,0.7 --seed 0,1,2

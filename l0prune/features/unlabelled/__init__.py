@@ -6,5 +6,6 @@ FEATURE = Feature(
     __name__,
     names={"Compensation": "compensate", "compensate": "compensate", "shrink": "shrink"},
     commands={"shrink": "command"},
+    most_used={"shrink": ("data", "faster", "budget", "tolerance", "recover", "out")},
     functions={"fit_compensated": "fitting"},
 )

@@ -18,27 +18,28 @@ from l0prune.errors import UsageError
 from l0prune.progress.display import shown
 
 Budget = Annotated[
-    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=12ms, …")
+    list[str] | None,
+    typer.Option(help="What the network may cost: macs=0.5, params=0.3, latency=12ms, …"),
 ]
 Tolerance = Annotated[
     str | None,
     typer.Option(
-        help="In place of a budget: the smallest network whose outputs stay so near on held-out "
-        "inputs, as 1%."
+        help="Instead of a budget: find the smallest network whose outputs stay this close on "
+        "held-out inputs, such as 1%."
     ),
 ]
 Recover = Annotated[
-    int, typer.Option(min=0, help="Epochs in which it then learns the original's answers.")
+    int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
 ]
 ClassDim = Annotated[
     int | None,
-    typer.Option(help="Dim of the outputs that holds the scores of classes, as -1."),
+    typer.Option(help="Dim of the outputs that holds the class scores, such as -1."),
 ]
 Worse = Annotated[
     bool,
     typer.Option(
         "--allow-worse-than-mean",
-        help="Write a network, too, that says less of the outputs than their mean does.",
+        help="Write a network even if the mean of the outputs would predict them better.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
@@ -78,10 +79,10 @@ def shrink(
 ) -> None:
     """Make a model smaller with some inputs alone: no labels, no training, minutes.
 
-    The budget is divided over the layers, slots are cut, and the weights that are left compensate
-    for those that went. The ONNX file is proven to compute what the cut model does; how near that
-    is to the model itself is measured on inputs that were held out; --pretrained and --vllm write a
-    folder in its place, and with --onnx both are written.
+    The budget is divided over the layers, slots are cut, and the remaining weights compensate for
+    the removed ones. The ONNX file is proven to compute what the cut model does; its difference
+    from the original is measured on held-out inputs. --pretrained and --vllm write a folder
+    instead, and with --onnx both are written.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5

@@ -77,7 +77,7 @@ def shrink(
     """Return a smaller network that computes nearly what a network does, from some of its inputs.
 
     The budget is divided over the layers by what each is worth to the outputs, slots are cut, and
-    the weights that are left compensate for those that went. The export is proven to compute what
+    the remaining weights compensate for the removed ones. The export is proven to compute what
     the compensated network does; ``fidelity`` says how near that is to the network itself.
 
     Args:

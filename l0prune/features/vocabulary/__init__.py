@@ -6,4 +6,5 @@ FEATURE = Feature(
     __name__,
     names={"SmallerVocabulary": "result", "shrink_vocabulary": "cut"},
     commands={"vocabulary": "command"},
+    most_used={"vocabulary": ("text", "size", "tokenizer", "out")},
 )

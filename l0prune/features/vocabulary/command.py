@@ -17,14 +17,14 @@ from l0prune.progress.display import shown
 
 Text = Annotated[
     list[Path] | None,
-    typer.Option(help="A file or folder of text whose tokens stay; several times for several."),
+    typer.Option(help="A file or folder of text whose tokens stay; may be repeated."),
 ]
 Ids = Annotated[
     Path | None, typer.Option(help="A file of ids that stay, in place of a text or beside it.")
 ]
 Size = Annotated[
     int | None,
-    typer.Option(min=1, help="Of the new vocabulary [as many tokens as occur in the text]."),
+    typer.Option(min=1, help="Size of the new vocabulary [as many tokens as occur in the text]."),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder to write; default MODEL.vocabulary.")]
 
@@ -44,7 +44,8 @@ def vocabulary(
 ) -> None:
     """Cut a language model's vocabulary, and its tokenizer with it, to what a text needs.
 
-    Rows of the embedding and of the head go, and those logits; all others stay the same, exactly.
+    Rows of the embedding and of the head are removed, with their logits; all other logits stay
+    exactly the same.
     The folder has the model, the tokenizer, and the former ids of its tokens.
 
     Examples:

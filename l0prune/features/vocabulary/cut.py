@@ -54,11 +54,10 @@ def shrink_vocabulary(
 ) -> SmallerVocabulary:
     """Cut a model's vocabulary to the tokens that a text needs, and its tokenizer with it.
 
-    The rows of the embedding go, and those of the head that is tied to it or not, and with these
-    logits. The ids that stay are numbered anew in their order. What is left is exact: where the
-    tokenizer writes a text with tokens that all stay, the smaller one writes it with the same, and
-    the smaller model gives the same logits for these; that is shown on examples. Other text is
-    written with the tokens that there are.
+    Rows of the embedding and of the head (tied or not) are removed, with their logits. Remaining
+    ids are renumbered in order. The result is exact: a text that the tokenizer encodes with kept
+    tokens only is encoded with the same tokens, and the smaller model gives the same logits for
+    these, which is verified on examples. Other text is encoded with the remaining tokens.
 
     Special tokens stay, those that the configuration names, and tokens that others are made of.
 

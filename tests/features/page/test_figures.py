@@ -117,7 +117,7 @@ def test_heads(page, wide):
 def test_time(page, wide):
     data = page.data
     if data["time"] is None:
-        assert "Which layers paid in time" not in page.text
+        assert "Time by layer" not in page.text
         return
     owners = data["time"]["owners"]
     before = sum(of["before"] for of in owners)
@@ -189,7 +189,7 @@ def test_budgets_and_files(page):
     data = page.data
     for asked in data["budgets"]:
         share, limit = (elements.percent(asked[name]) for name in ("share", "limit"))
-        assert f"{share} is left, at most {limit} was asked for" in page.text
+        assert f"{share} remain, at most {limit} were allowed" in page.text
     for file in data["repeat"]["files"]:
         assert file["sha256"] in page.text
         assert elements.size(file["bytes"]) in page.text

@@ -76,13 +76,13 @@ def test_every_section_is_there_with_its_numbers():
     for said in (
         "keeps 28 % of its parameters and 40 % of its MACs",
         "3.2 times as fast",
-        "goes from 12.50 % to 16.67 % error",
+        "changes from 12.50 % to 16.67 % error",
         "345,678", "1,234,567", "1.25 MB", "5 MB", "2.5 ms", "8 ms", "4.5 s",
-        "✓ met", "budget macs=0.5 : 40 % is left, at most 50 % was asked for",
+        "✓ met", "budget macs=0.5 : 40 % remain, at most 50 % were allowed",
         "3.0e-07, allowed 1.0e-05", "8 → 3", "it feeds conv1", "−4 ms", "4 ms",
         "At step 20: conv1", "warm-up", "settle", "1 of 10 undecided (0.1 to 0.9) at the end",
-        "the network with its gates as they stand (closed ones multiply by 0), not",
-        "In settle (to step 30) all gates stand, undecided ones too: open as far as the budgets go",
+        "the fine-tuned network with its gates (closed ones multiply by 0), not",
+        "In settle (to step 30) all gates are fixed, undecided ones too: the most probable ones",
         "seed 7", "l0prune run conv1", "ab" * 32,
     ):  # fmt: skip
         assert said in text, said
@@ -149,7 +149,7 @@ def test_what_was_not_recorded_leaves_no_hole():
     bare = Content(title="x", made="", trainings=[Training(name="t", epochs=[])])
     text = l0prune.Report(bare).html()
     assert "<svg" not in text
-    assert "How it got there" not in text
+    assert "Training: " not in text
     short = Training(name="t", planned=4, metric="error", epochs=[epoch(1)])
     assert "has done 1 of 4 epochs" in verdict(content(trainings=[short]))
     read(page(trainings=[short]))
@@ -180,7 +180,7 @@ def test_each_choice_of_widths_is_a_row_of_its_budget():
     assert found[0].allowed == 0.5
     text = " ".join(read(page(trainings=stages, time=None)).words)
     assert "Predicted and timed" in text
-    assert "Which layers paid in time" not in text
+    assert "Time by layer" not in text
 
 
 def test_single_positions_of_flattened_maps_are_said_where_they_have_gates():
@@ -318,7 +318,7 @@ def test_a_survey_says_what_could_be_cut():
     text = " ".join(read(report.html()).words)
     assert "What could be cut" in text
     assert f"{survey.plan.size} gates" in text
-    assert "can go" in text
+    assert "removable" in text
     assert "→" not in text
 
 

@@ -37,7 +37,7 @@ def test_a_folder_of_runs_is_compared(tmp_path):
     page = found.html()
     assert "3 runs, of which 2 are on the Pareto front" in page
     assert 'href="c%20%3C%26/report.html"' in page
-    assert "How to do it again" not in page
+    assert "How to repeat it" not in page
     found.save(tmp_path)
     (tmp_path / "d").mkdir()
     l0prune.Report(run(100, 0.5)).save(tmp_path / "d")

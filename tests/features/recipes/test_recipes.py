@@ -187,8 +187,8 @@ def test_overrides():
     [
         ("finetune.epochs", "is not KEY=VALUE"),
         ("=3", "is not KEY=VALUE"),
-        ("gate.opn_probability=0.5", r"gate\.opn_probability"),
-        ("gate.estimator=mean", r"gate\.estimator"),
+        ("gate.opn_probability=0.5", r"'opn_probability' in \[gate\]; .*'open_probability'"),
+        ("gate.estimator=mean", r"'estimator' in \[gate\]"),
         ("gate.settings.estimator=mean", r"gate: .*estimator must be 'paper'"),
         ("gate.kind=sorcery", r"gate: .*continuous-sparsification"),
         ("model.source.x=1", "source is a value"),

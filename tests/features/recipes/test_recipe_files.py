@@ -1,0 +1,71 @@
+"""Wrong recipes: every message is in the package's own words, with what was probably meant."""
+
+import re
+
+import pytest
+
+from l0prune.errors import UsageError
+from l0prune.features.recipes.files import Recipe, load
+from l0prune.training.fields import model_in
+
+WHOLE = """
+description = "A recipe to make mistakes in."
+[model]
+source = "net.py:build"
+[data]
+source = "digits"
+"""
+# Beginnings of pydantic's own sentences.
+THEIRS = re.compile(r"Input should|Field required|Extra inputs|valid |Value error|ValidationError")
+SECTIONS = {name: model_in(field) for name, field in Recipe.model_fields.items()}
+KEYS = [
+    f"{section}.{key}"
+    for section, model in SECTIONS.items()
+    for key in (model.model_fields if model and section != "rounds" else ())
+]
+
+
+def refused(text, overrides=()):
+    """The message with which a recipe of this text is refused."""
+    with open("wrong.toml", "w", encoding="utf-8") as file:
+        file.write(text)
+    with pytest.raises(UsageError) as caught:
+        load("wrong.toml", overrides)
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("key", [*(n for n in SECTIONS if n != "report"), *KEYS])
+def test_a_value_of_the_wrong_type(key):
+    message = refused(WHOLE, [f"{key}=2026-11-28"])
+    assert f"{key} must be " in message
+    assert not THEIRS.search(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "description is missing"),
+        (WHOLE.replace("source", "sorce", 1), "model.source is missing: Code or"),
+        (WHOLE.replace("source", "sorce", 1), "'sorce' in [model]; did you mean 'source'?"),
+        (WHOLE + "[finetun]\nepochs = 3", "no setting 'finetun'; did you mean 'finetune'?"),
+        (WHOLE + "[finetune]\nepocs = 3", "finetune: there is no setting 'epocs'"),
+        (WHOLE + "[latency]\nthreads = 0", "latency.threads must be a whole number from 1"),
+        (WHOLE + "[latency]\nsamples = 0", "latency.samples must be 'auto' or a whole number"),
+        (WHOLE + "[[rounds]]\ngate = 1", "rounds[1].gate must be a table of settings, not 1"),
+        (WHOLE + "[[rounds]]\n[rounds.fit]\nscor = 1", "'scor' in [rounds[1].fit]"),
+        (WHOLE + "[fit]\nbudget = 'mac=0.5'\ntarget = 'onxruntime'", "mean 'onnxruntime'?"),
+        (WHOLE + "[finetune]\nbudget = 'flops=0.5'", "not 'flops'; did you mean 'macs'?"),
+        (WHOLE + "[finetune]\nbudget = 'macs=0.5%'", "write macs=0.5 or macs=50%"),
+        (WHOLE + "[gate]\nkind = 'hard'", "did you mean 'hard-concrete'?"),
+        (WHOLE + "[exits]\nat = 2", "exits: give either a budget"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(text, message):
+    found = refused(text)
+    assert message in found
+    assert not THEIRS.search(found)
