@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
 from l0prune.doors import Registry, unknown
-from l0prune.errors import DataError, UsageError, warn_renamed
+from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
@@ -37,7 +37,6 @@ _AUTO = 100  # batches of ``auto``
 # trained ResNet-20 the ratio is 1.2, with its own answers as targets 0, in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
 _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_RENAMED = {"removal": "ablation"}
 
 Normalise = Literal["axis-mean", "none"]
 Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
@@ -100,7 +99,7 @@ def score(
         batch_size = usual_batch_size(None if task is None else task.train)
     _check_options(normalise, batches, batch_size, seed)
     of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
-    values = compute_score(current_name(how), of).values
+    values = compute_score(check_name(how), of).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
 
 
@@ -118,12 +117,8 @@ def names() -> list[str]:
     return sorted(SCORES)
 
 
-def current_name(name: str) -> str:
-    """Return the name of a registered score; for a renamed one warn, and return the new name."""
-    if name in _RENAMED:
-        today = _RENAMED[name]
-        warn_renamed(f"the score {name!r}", repr(today))
-        name = today
+def check_name(name: str) -> str:
+    """Return the name of a registered score; raise UsageError if there is none of this name."""
     if name not in SCORES:
         raise UsageError(unknown("score", name, names()))
     return name
@@ -365,10 +360,3 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
         for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)
     return total[:-1]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Subject":
-        warn_renamed("Subject", "ScoreInput")
-        return ScoreInput
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

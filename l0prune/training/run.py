@@ -28,7 +28,6 @@ from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
-from l0prune.training.fields import current_names
 from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gate_settings import GATES, GSM
 from l0prune.training.history import History
@@ -50,7 +49,7 @@ def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> Histo
 
 def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
     """Run ``l0prune.train_dense`` without the report's page."""
-    for name in current_names(settings):
+    for name in settings:
         if name in OF_GATES:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
     if settings.get("optimizer") == GSM:
