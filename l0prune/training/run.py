@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -26,7 +26,6 @@ from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
-from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
 from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gate_settings import GATES, GSM
@@ -37,6 +36,7 @@ from l0prune.training.phases import Phases
 from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import DenseSettings, Settings
 from l0prune.training.standing import Standing, report_frozen
+from l0prune.training.stepper import Teacher
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
 OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys())
@@ -80,6 +80,16 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
             return _train_in(world, model, task, settings, gates)
 
 
+def _taught(
+    model: nn.Module, settings: Settings, origin: nn.Module
+) -> AbstractContextManager[Teacher | None]:
+    """Return the context that provides the teacher, if one is asked for."""
+    if not settings.distill:
+        return nullcontext()
+    found: AbstractContextManager[Teacher] = provided("taught")(model, settings, origin=origin)
+    return found
+
+
 def _train_in(
     world: World, model: nn.Module, task: Task, settings: Settings, gates: Gates | None
 ) -> History:
@@ -112,7 +122,7 @@ def _train_in(
             _placed(model, device, settings, world) as trained,
             task.on_device(device),
             train_mode(trained),
-            taught(trained, settings, origin=model) as teacher,
+            _taught(trained, settings, model) as teacher,
             rng.preserved(device, own),
         ):
             for generator in own:
