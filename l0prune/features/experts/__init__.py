@@ -6,4 +6,5 @@ FEATURE = Feature(
     __name__,
     names={"FewerExperts": "result", "shrink_experts": "cut"},
     commands={"experts": "command"},
+    options={"Machine": ("samples",)},
 )

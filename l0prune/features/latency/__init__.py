@@ -8,6 +8,10 @@ FEATURE = Feature(
     __name__,
     names={"LatencyTable": "table", "measure": "measure"},
     commands={"measure": "command"},
+    options={
+        "Machine": ("batch", "runtime", "provider", "samples", "results"),
+        "Output": ("bundle",),
+    },
     functions={
         "latency_table": "measure",
         "known_table": "measure",

@@ -6,6 +6,6 @@ FEATURE = Feature(
     __name__,
     needs=("recipes",),
     commands={"sweep": "command"},
-    options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job")},
+    options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job"), "Output": ("folder",)},
     launchers={"processes": "launchers", "submitit": "launchers", "ray": "launchers"},
 )

@@ -6,5 +6,6 @@ FEATURE = Feature(
     __name__,
     names={"Compensation": "compensate", "compensate": "compensate", "shrink": "shrink"},
     commands={"shrink": "command"},
+    options={"Machine": ("samples",)},
     functions={"fit_compensated": "fitting"},
 )
