@@ -6,8 +6,6 @@ Names are loaded when they are first used: ``import l0prune`` itself costs next 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from l0prune.errors import warn_renamed
-
 if TYPE_CHECKING:
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
@@ -106,9 +104,6 @@ _HOMES = {
     "with_pseudo_labels": "running.sources",
 }
 
-# Former names, which this version still knows.
-_RENAMED = {"answered": "with_pseudo_labels"}
-
 __all__ = [
     "BinaryConcrete",
     "Budget",
@@ -173,10 +168,6 @@ __all__ = [
 if not TYPE_CHECKING:  # mypy is to know which names there are
 
     def __getattr__(name: str) -> Any:
-        if name in _RENAMED:
-            new = _RENAMED[name]
-            warn_renamed(f"l0prune.{name}", f"l0prune.{new}")
-            return __getattr__(new)
         if name not in _HOMES:
             globals()[name] = value = _of_a_feature(name)
             return value

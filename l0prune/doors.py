@@ -28,6 +28,7 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 
 # What a user may ask of each built-in feature, so that one that was left out is still named.
 BUILT_IN: dict[str, tuple[str, ...]] = {
+    "distillation": ("taught",),
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
     "half": ("HalfFile",),

@@ -14,7 +14,6 @@
 
 Interrupted (a KeyboardInterrupt): training was stopped by Ctrl-C or SIGTERM.
 L0pruneWarning (a UserWarning): something works, but not as the user may expect.
-RenamedWarning (also a DeprecationWarning): a former name was used, which the next version drops.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 # A warning points at the line that called these packages, not at a line inside them.
 _INSIDE = {
@@ -102,37 +100,16 @@ class L0pruneWarning(UserWarning):
     """Category of all warnings of l0prune; their text begins with ``l0prune:``."""
 
 
-class RenamedWarning(L0pruneWarning, DeprecationWarning):
-    """Category of the warnings about names that were renamed."""
-
-
-def warn(text: str, category: type[L0pruneWarning] = L0pruneWarning) -> None:
+def warn(text: str) -> None:
     """Warn at the user's line: the innermost one outside l0prune and the packages that call it.
 
     Args:
         text: without ``l0prune:``, which is put before it.
-        category: of the warning.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "torch").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"l0prune: {text}", category, stacklevel=level)
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn that a former name was used."""
-    warn(f"{old} is called {new} now; the old name goes with the next version", RenamedWarning)
-
-
-def former_method(old: str, new: str) -> Callable[..., Any]:
-    """Return a method by a former name, which warns and calls the one of the present name."""
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warn_renamed(old, new)
-        return getattr(self, new)(*args, **kwargs)
-
-    called.__doc__ = f"Call ``{new}``, by the name that it had."
-    return called
+    warnings.warn(f"l0prune: {text}", L0pruneWarning, stacklevel=level)
 
 
 # What a name that is no near spelling of any known one probably means.

@@ -19,8 +19,8 @@ def through_the_pruner():
         pruner.after_step()
 
 
-def through_the_gates():
-    l0prune.gates(gated()).stand_alike()
+def through_a_fit():
+    l0prune.fit(gated(), "params=0.5")  # of gates that have not learned
 
 
 def through_an_export():
@@ -31,12 +31,12 @@ def through_an_export():
 
 def through_torch():
     layer = nn.Identity()
-    layer.register_forward_hook(lambda *_: l0prune.gates(gated()).stand_alike())
+    layer.register_forward_hook(lambda *_: l0prune.fit(gated(), "params=0.5"))
     nn.Sequential(layer)(torch.zeros(1))
 
 
 @pytest.mark.parametrize(
-    "act", [through_the_pruner, through_the_gates, through_an_export, through_torch]
+    "act", [through_the_pruner, through_a_fit, through_an_export, through_torch]
 )
 def test_a_warning_is_about_the_line_of_the_user(act):
     with warnings.catch_warnings(record=True) as caught:

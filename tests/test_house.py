@@ -65,11 +65,6 @@ def test_what_is_not_there_is_said_as_python_says_it():
         _ = l0prune.prune
 
 
-def test_a_former_name_still_works_and_says_the_new_one():
-    with pytest.warns(DeprecationWarning, match=r"is called l0prune\.with_pseudo_labels"):
-        assert l0prune.answered is l0prune.with_pseudo_labels
-
-
 def test_documented_modules_have_an_import_path():
     assert l0prune.scores is importlib.import_module("l0prune.selection.scores")
     assert l0prune.measures is importlib.import_module("l0prune.plan.measures")

@@ -17,7 +17,7 @@ from l0prune.files.consent import is_code
 from l0prune.plan import names
 from l0prune.plan.budget_text import UNITS, check_texts
 from l0prune.plan.targets import check_target
-from l0prune.training.fields import check_fields, current_names
+from l0prune.training.fields import check_fields
 from l0prune.training.settings import STARTS, Settings
 
 _FILES = ("latency", "ids", "results")  # and the gated one
@@ -42,7 +42,7 @@ def check(command: str, given: Mapping[str, Any]) -> None:
     settings = {name: found[name] for name in Settings.model_fields if name in found}
     settings.pop("latency", None)  # here it is a file
     if command == "finetune":
-        settings |= current_names(key_values(found.get("setting"), "clip=1.0"))
+        settings |= key_values(found.get("setting"), "clip=1.0")
     elif command == "gate":
         names.check_gate(found.get("kind", names.GATES[-1]), names.GATES)
     if command in ("finetune", "fit", "shrink", "evaluate"):
@@ -60,7 +60,7 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     if "target" in settings:
         check_target(settings["target"])
     start = settings.get("start")
-    if start is not None and start not in (*STARTS, *names.SCORES, *names.FORMER_SCORES):
+    if start is not None and start not in (*STARTS, *names.SCORES):
         names.check_score(start, (*STARTS, *names.SCORES))
 
 
@@ -103,7 +103,7 @@ def _check_data(spec: str) -> None:
 
 
 def _check_score(name: str) -> None:
-    if name not in ("gates", *names.FORMER_SCORES):
+    if name != "gates":
         names.check_score(name, names.SCORES)
 
 

@@ -27,7 +27,6 @@ from l0prune.cli.project import defaults, newest, output_path
 from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
 from l0prune.progress.display import shown
-from l0prune.training.fields import current_names
 
 Setting = Annotated[
     list[str] | None,
@@ -75,9 +74,9 @@ def finetune(
         l0prune finetune --data prices.py:load --loss mse --budget latency=12ms
         torchrun --nproc-per-node 8 -m l0prune finetune --data mnist --lambda 0.1/N
     """
-    given = current_names({**settings, **key_values(setting, "clip=1.0")})
-    of_project = current_names(defaults().get("finetune", {}))
-    inherited = {k: v for k, v in of_project.items() if k not in given}
+    given = {**settings, **key_values(setting, "clip=1.0")}
+    of_project = defaults().get("finetune", {})
+    inherited = {name: value for name, value in of_project.items() if name not in given}
     training_settings = {**inherited, **given}
     if faster is not None:
         training_settings["budget"] = with_speed(training_settings.get("budget"), faster)

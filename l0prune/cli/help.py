@@ -15,7 +15,7 @@ from l0prune.cli import early
 from l0prune.doors import behind
 
 _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
-# Options of each group, by parameter name; the last group has all others.
+# Options of each group, by parameter name; the last group has all others. Features add theirs.
 _GROUPS = {
     "Model and data": (
         "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
@@ -32,12 +32,12 @@ _GROUPS = {
     ),
     "Machine": (
         "device", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
-        "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
+        "distributed", "threads",
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",
-        "external_data", "int8", "dtype", "half_io", "exits", "timed", "bundle", "html", "run",
-        "skipping", "folder", "out", "report", "json",
+        "external_data", "int8", "dtype", "half_io", "exits", "timed", "html", "run",
+        "skipping", "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip

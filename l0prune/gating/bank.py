@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
-from l0prune.errors import UsageError, former_method
+from l0prune.errors import UsageError
 from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.kinds.base import AtTemperature, Gate
 from l0prune.gating.sampled_gates import SampledGates
@@ -228,10 +228,6 @@ class Gates(SampledGates):
         moves[:first] = _standardised(scores[:first])
         odds = self._odds().cpu() + moves
         self.log_alpha[:first] = self.initial(odds.sigmoid()).to(self.log_alpha)[:first]
-
-    put = former_method("Gates.put", "set_open")
-    lean = former_method("Gates.lean", "init_from_scores")
-    stand_alike = former_method("Gates.stand_alike", "are_uniform")
 
     def _odds(self) -> Tensor:
         """Return log P/(1−P), with P each gate's open probability, float64."""

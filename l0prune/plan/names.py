@@ -14,7 +14,6 @@ SCORES = (
     *("magnitude", "group-magnitude", "bn-scale", "taylor", "fisher", "outputs", "ablation"),
     *("auto", "random"),
 )
-FORMER_SCORES = {"removal": "ablation"}
 LOSSES = ("auto", "cross-entropy", "mse", "l1", "smooth-l1", "bce", "next-token")
 METRICS = (
     *("error", "accuracy", "label-error", "mae", "perplexity"),

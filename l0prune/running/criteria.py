@@ -259,6 +259,21 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     return 1 - error_rate(outputs, targets)
 
 
+def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) -> Tensor:
+    """Return T²·KL between softened class probabilities, the mean over examples and positions.
+
+    Args:
+        mine, theirs: of one shape.
+        temperature: T.
+        dim: that of the classes; None where there are none: the mean squared difference.
+    """
+    if dim is None:
+        return F.mse_loss(mine.float(), theirs.float())
+    soft = [F.log_softmax(s.float() / temperature, dim) for s in (mine, theirs)]
+    each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(dim)
+    return temperature**2 * each.mean()
+
+
 _LOSSES: dict[str, Loss] = {
     "cross-entropy": cross_entropy,
     **{name: partial(_elementwise, name) for name in _ELEMENTWISE},

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
 from l0prune.doors import Registry
-from l0prune.errors import DataError, UsageError, warn_renamed
+from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
-from l0prune.plan.names import FORMER_SCORES, check_score
+from l0prune.plan.names import check_score
 from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import BITS, Plan
 from l0prune.plan.switches import switches_of
@@ -104,7 +104,7 @@ def score(
         batch_size = usual_batch_size(None if task is None else task.train)
     _check_options(normalise, batches, batch_size, seed)
     of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
-    values = compute_score(current_name(how), of).values
+    values = compute_score(check_name(how), of).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
 
 
@@ -122,12 +122,8 @@ def names() -> list[str]:
     return sorted(SCORES)
 
 
-def current_name(name: str) -> str:
-    """Return the name of a registered score; for a renamed one warn, and return the new name."""
-    if name in FORMER_SCORES:
-        today = FORMER_SCORES[name]
-        warn_renamed(f"the score {name!r}", repr(today))
-        name = today
+def check_name(name: str) -> str:
+    """Return the name of a registered score; raise UsageError if there is none of this name."""
     check_score(name, SCORES)
     return name
 
@@ -382,10 +378,3 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
         for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)
     return total[:-1]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Subject":
-        warn_renamed("Subject", "ScoreInput")
-        return ScoreInput
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,9 +23,8 @@ from l0prune.gating.attaching import check_ungated
 from l0prune.infer.places import Place, places
 from l0prune.plan.globs import Globs, listed, named
 from l0prune.plan.numbers import LARGEST, SEEDS, check_number, check_whole
-from l0prune.running.criteria import class_dim
+from l0prune.running.criteria import class_dim, distance
 from l0prune.running.task import ERROR, Task
-from l0prune.training.distillation import distance
 
 _LATEST = 0.95  # share of the MACs after which an exit saves too little
 

@@ -23,11 +23,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from l0prune.errors import UsageError, meant, warn_renamed
+from l0prune.errors import UsageError, meant
 from l0prune.plan.numbers import LARGEST, MOST
-
-# Former names, which are accepted with a DeprecationWarning.
-RENAMED = {"at_once": "oneshot_fraction", "decide": "branch_freeze_fraction"}
 
 _WORDS = {
     int: "a whole number",
@@ -185,18 +182,6 @@ share = _bounded(ge=0, le=1)
 count = _bounded(ge=1, le=MOST)
 
 
-def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their current names; a former name gives a DeprecationWarning."""
-    found = {}
-    for name, value in given.items():
-        if (new := RENAMED.get(name)) is not None:
-            if new in given:
-                raise UsageError(f"{name} is the former name of {new}: give one of them")
-            warn_renamed(f"the setting {name}", new)
-        found[new or name] = value
-    return found
-
-
 def check_fields(model: type[BaseModel], given: Mapping[str, Any]) -> None:
     """Check names, types and bounds of some fields of a model, each by itself.
 
@@ -228,7 +213,6 @@ class Declared(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        given = current_names(given)
         try:
             return check(given)
         except ValidationError as error:

@@ -26,13 +26,12 @@ from l0prune.running.evaluate import evaluate_batches, recalibrate
 from l0prune.running.processes import ALONE, World, full_state, to_local
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.training.distillation import Teacher
 from l0prune.training.doctor import costly_compiling, diverged, parted
 from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
-from l0prune.training.stepper import Stepper, retry_uncut
+from l0prune.training.stepper import Stepper, Teacher, retry_uncut
 from l0prune.training.wrappers import average_buffers
 
 

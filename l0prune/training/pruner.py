@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import UsageError, former_method, warn, warn_renamed
+from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import asked_of
 from l0prune.plan.numbers import check_whole
@@ -169,7 +169,6 @@ class Pruner(GateRun):
         *,
         start: str = AUTO,
         oneshot_fraction: float = 0.5,
-        at_once: float | None = None,
         loss: Loss | str | None = None,
         batch_size: int = 100,
         device: str | torch.device = "auto",
@@ -184,7 +183,6 @@ class Pruner(GateRun):
             data: what ``finetune`` takes; its training part is used.
             start: a score, or alike; see ``Settings``, as of ``oneshot_fraction``.
             oneshot_fraction: the part of the way to a budget that is cut at once, 0 to 1.
-            at_once: the former name of ``oneshot_fraction``, deprecated.
             loss: see ``Task``; None for that of the data, or ``"auto"``.
             batch_size: examples a batch, where the data lets us choose.
             device: to compute scores on, as for ``finetune``.
@@ -208,9 +206,6 @@ class Pruner(GateRun):
                 f"gates start before the first step, and {self.step} steps are done: call "
                 "start_from before the loop, and before the state of a run that goes on is loaded"
             )
-        if at_once is not None:
-            warn_renamed("at_once", "oneshot_fraction")
-            oneshot_fraction = at_once
         begun = init_gates_from(
             self.model,
             data,
@@ -275,8 +270,6 @@ class Pruner(GateRun):
         super().make_whole()
         if self._wrapping is not None:
             self._wrapping.take_off()
-
-    branches_stand = former_method("branches_stand", "freeze_branches")
 
     def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
         """Add the penalty's gradient; once per step, after backward, accumulation and clipping.

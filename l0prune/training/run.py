@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -26,9 +26,7 @@ from l0prune.running.sources import has_targets, with_pseudo_labels
 from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
-from l0prune.training.distillation import taught
 from l0prune.training.exits import with_exit_loss
-from l0prune.training.fields import current_names
 from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gate_settings import GATES, GSM
 from l0prune.training.history import History
@@ -38,6 +36,7 @@ from l0prune.training.phases import Phases
 from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import DenseSettings, Settings
 from l0prune.training.standing import Standing, report_frozen
+from l0prune.training.stepper import Teacher
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
 OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys())
@@ -50,7 +49,7 @@ def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> Histo
 
 def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
     """Run ``l0prune.train_dense`` without the report's page."""
-    for name in current_names(settings):
+    for name in settings:
         if name in OF_GATES:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
     if settings.get("optimizer") == GSM:
@@ -79,6 +78,16 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
             stack.callback(Standing(model, task.loss_module).release)
         with put_back_quantizer(model):
             return _train_in(world, model, task, settings, gates)
+
+
+def _taught(
+    model: nn.Module, settings: Settings, origin: nn.Module
+) -> AbstractContextManager[Teacher | None]:
+    """Return the context that provides the teacher, if one is asked for."""
+    if not settings.distill:
+        return nullcontext()
+    found: AbstractContextManager[Teacher] = provided("taught")(model, settings, origin=origin)
+    return found
 
 
 def _train_in(
@@ -113,7 +122,7 @@ def _train_in(
             _placed(model, device, settings, world) as trained,
             task.on_device(device),
             train_mode(trained),
-            taught(trained, settings, origin=model) as teacher,
+            _taught(trained, settings, model) as teacher,
             rng.preserved(device, own),
         ):
             for generator in own:

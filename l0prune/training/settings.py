@@ -277,10 +277,10 @@ class Settings(DenseSettings, GateSettings):
     @classmethod
     def _is_a_start(cls, start: str) -> str:
         if start not in STARTS:
-            from l0prune.selection.scores import current_name, names
+            from l0prune.selection.scores import check_name, names
 
             try:
-                return current_name(start)
+                return check_name(start)
             except UsageError:
                 known = ", ".join(dict.fromkeys((*STARTS, *names())))
                 raise UsageError(f"start must be one of {known}, not {start!r}") from None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.gating.attaching import gates_or_none, weights_of
 from l0prune.gating.bank import Gates
-from l0prune.running.batches import Batch, call
+from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.device import precision
 from l0prune.running.processes import World, sharded_state
 from l0prune.running.task import Judge, Task
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint, put_back
-from l0prune.training.distillation import Teacher
 from l0prune.training.gate_run import GateRun
 from l0prune.training.input_cost import input_penalty
 from l0prune.training.optimizers import Schedule, make_optimizers
@@ -67,6 +66,26 @@ def retry_uncut(
         result = action()  # raises if the sizes were not the cause
         pruner.keep_whole(f"what knows its own sizes fails at those that are left: {error}")
         return result
+
+
+class Teacher(Protocol):
+    """Network whose outputs the model learns to reproduce, beside the task's loss."""
+
+    def before(self, feed: Feed, device: torch.device, autocast: str | None) -> dict[str, str]:
+        """Return complaints about it before the first step, by their kind."""
+
+    @property
+    def needs_whole(self) -> str:
+        """Reason why the model cannot be cut while it learns from this teacher; else empty."""
+
+    def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
+        """Return the task's loss mixed with what the teacher adds."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors for the checkpoint."""
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Restore the tensors that the run began with."""
 
 
 class Losses:

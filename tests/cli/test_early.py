@@ -67,17 +67,12 @@ def test_right_names_pass(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     (tmp_path / "images").mkdir()
     given = {"budget": ["macs=50%, params=10k", "a.*: width=0.5", "speed=2x"], "lam": "0.1/N"}
-    given |= {"loss": "m.py:loss", "start": "removal", "file": "m.gated.pt", "setting": ["clip=1"]}
+    given |= {"loss": "m.py:loss", "start": "ablation", "file": "m.gated.pt", "setting": ["clip=1"]}
     for data in ("digits", "a.txt", "a.txt:64", "a.txt,b.txt", "imagefolder:images:1x28", "m.py:f"):
         check("finetune", {**given, "data": data})
     for model in ("m.py:build", "timm:any", "images", "m.gated.pt"):
         check("gate", {"model": model, "kind": "hard_concrete"})
     check("fit", {"score": "gates", "measures": ["m.py:M"], "budget": ["memory=0.5"]})
-
-
-def test_former_names_of_settings_are_known():
-    with pytest.warns(match="oneshot_fraction"):
-        check("finetune", {"setting": ["at_once=0.5"]})
 
 
 def test_these_are_the_names_that_are_registered():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from handmade import bank, gated, lenet, lenet_plan, mlp, mlp_plan
 
-import l0prune
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
@@ -306,18 +305,3 @@ def test_gates_that_stand_do_so_in_a_copy_on_its_own():
     written_behind_autograd(gates_of(other))
     assert not torch.equal(other(x), model(x))
     assert torch.equal(gates.current(), gates.z())
-
-
-def test_names_of_before_warn_and_do_the_same():
-    model = l0prune.gate(
-        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), torch.randn(2, 3)
-    )
-    gates = l0prune.gates(model)
-    with pytest.warns(DeprecationWarning, match="are_uniform"):
-        assert gates.stand_alike()
-    open_ = torch.arange(gates.plan.size) > 0
-    with pytest.warns(DeprecationWarning, match="set_open"):
-        gates.put(open_)
-    assert torch.equal(gates.open(), open_)
-    with pytest.warns(DeprecationWarning, match="init_from_scores"):
-        gates.lean(torch.arange(gates.plan.size).double())

@@ -380,10 +380,3 @@ def test_wrong_use_is_said():
     closed = l0prune.gate(NoGrad(), torch.zeros(2, 4))
     with pytest.raises(UsageError, match="under no_grad"):
         l0prune.score(closed, "taylor", [(torch.randn(2, 4), torch.tensor([0, 1]))])
-
-
-def test_old_names_of_renamed_things_are_understood():
-    with pytest.warns(DeprecationWarning, match="'ablation' now"):
-        assert scores.current_name("removal") == "ablation"
-    with pytest.warns(DeprecationWarning, match="ScoreInput"):
-        assert scores.Subject is scores.ScoreInput

@@ -186,13 +186,11 @@ def test_a_part_that_makes_no_sense(fraction):
         l0prune.Pruner(gated(0.5), steps=10, branch_freeze_fraction=fraction)
 
 
-@pytest.mark.parametrize("name", ["freeze_branches", "branches_stand"])
-@pytest.mark.filterwarnings("ignore:.*freeze_branches:DeprecationWarning")
-def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on(name):
+def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on():
     model = gated(0.45)
     settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}
     pruner = l0prune.Pruner(model, **settings, say=lambda text: None)
-    getattr(pruner, name)()
+    pruner.freeze_branches()
     (switch,) = (axis for axis in pruner.gates.plan.axes if axis.kind == "branch")
     p = pruner.gates.open_probability().detach()[switch.start]
     assert float(p) == pytest.approx(0.999, abs=1e-6)

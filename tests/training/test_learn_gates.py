@@ -12,8 +12,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import Interrupted, L0pruneWarning, UsageError
+from l0prune.features.distillation.teacher import Teacher
 from l0prune.running.batches import call
-from l0prune.training.distillation import Teacher
 from l0prune.training.doctor import diverged
 from l0prune.training.settings import Settings
 from l0prune.training.standing import Standing
@@ -168,7 +168,7 @@ def test_without_its_gates_it_is_its_own_teacher(model):
 
 
 def test_a_run_learns_from_its_own_teacher_without_a_copy(model, monkeypatch):
-    monkeypatch.setattr("l0prune.training.distillation._dense", None)
+    monkeypatch.setattr("l0prune.features.distillation.teacher._dense", None)
     before = tensors(model)
     history = l0prune.finetune(model, data(), epochs=1, distill=1.0, **RUN)
     assert differing(before, tensors(model)) == GATES

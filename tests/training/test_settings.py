@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from l0prune.errors import UsageError
 from l0prune.training.checkpoint import CHANGEABLE, IRRELEVANT
-from l0prune.training.fields import RENAMED, types
+from l0prune.training.fields import types
 from l0prune.training.run import OF_GATES
 from l0prune.training.settings import Settings
 
@@ -104,11 +104,3 @@ def test_settings_need_no_torch():
     code = "import sys, l0prune.cli.options; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_former_name_still_works_and_is_deprecated(old):
-    with pytest.warns(DeprecationWarning, match=RENAMED[old]):
-        assert getattr(Settings.of({old: 0.25}), RENAMED[old]) == 0.25
-    with pytest.raises(UsageError, match="give one of them"):
-        Settings.of({old: 0.25, RENAMED[old]: 0.5})

@@ -7,4 +7,5 @@ FEATURE = Feature(
     names={"FewerExperts": "result", "shrink_experts": "cut"},
     commands={"experts": "command"},
     most_used={"experts": ("data", "experts", "out")},
+    options={"Machine": ("samples",)},
 )

@@ -9,6 +9,10 @@ FEATURE = Feature(
     names={"LatencyTable": "table", "measure": "measure"},
     commands={"measure": "command"},
     most_used={"measure": ("runtime", "threads", "batch", "out")},
+    options={
+        "Machine": ("batch", "runtime", "provider", "samples", "results"),
+        "Output": ("bundle",),
+    },
     functions={
         "latency_table": "measure",
         "known_table": "measure",

@@ -2,4 +2,8 @@
 
 from l0prune.doors import Feature
 
-FEATURE = Feature(__name__, commands={"run": "command", "recipes": "command"})
+FEATURE = Feature(
+    __name__,
+    commands={"run": "command", "recipes": "command"},
+    options={"Output": ("folder",)},
+)

@@ -20,7 +20,7 @@ from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.criteria import check_name
-from l0prune.training.fields import current_names, in_words
+from l0prune.training.fields import in_words
 from l0prune.training.settings import Settings
 
 
@@ -139,7 +139,6 @@ class GateSection(_Section):
 def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
     """Check settings of ``l0prune.finetune`` early, so that no later stage fails by them."""
     try:
-        settings = current_names(settings)
         Settings.of(settings)
     except UsageError as error:
         raise ValueError(str(error)) from error

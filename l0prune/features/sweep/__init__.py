@@ -7,6 +7,6 @@ FEATURE = Feature(
     needs=("recipes",),
     commands={"sweep": "command"},
     most_used={"sweep": ("sweeps", "budget", "seed", "jobs", "folder")},
-    options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job")},
+    options={"Training": ("sweeps",), "Machine": ("jobs", "where", "job"), "Output": ("folder",)},
     launchers={"processes": "launchers", "submitit": "launchers", "ray": "launchers"},
 )

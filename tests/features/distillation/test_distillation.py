@@ -9,7 +9,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.training.distillation import Teacher
+from l0prune.features.distillation.teacher import Teacher
+from l0prune.training.run import _taught
 from l0prune.training.settings import Settings
 
 QUIET = {"progress": False, "batch_size": 30}
@@ -17,7 +18,11 @@ INPUTS = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(0))
 
 
 def test_no_teacher_unless_asked_for():
-    assert Teacher.of(gated(), Settings()) is None
+    model = nn.Linear(2, 2)
+    with _taught(model, Settings(), model) as teacher:
+        assert teacher is None
+    with _taught(model, Settings(distill=0.5), model) as teacher:
+        assert isinstance(teacher, Teacher)
 
 
 def test_a_model_does_not_teach_itself():

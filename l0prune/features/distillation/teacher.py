@@ -17,7 +17,7 @@ from l0prune.gating.attaching import bypass, detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.batches import Feed, call
-from l0prune.running.criteria import class_dim, needed_tensor
+from l0prune.running.criteria import class_dim, distance, needed_tensor
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
@@ -51,13 +51,11 @@ class Teacher:
         self._features = _Outputs(model, names), _Outputs(network, names)
 
     @staticmethod
-    def of(model: nn.Module, settings: Settings, origin: nn.Module | None = None) -> Teacher | None:
+    def of(model: nn.Module, settings: Settings, origin: nn.Module | None = None) -> Teacher:
         """Return the teacher by the settings: a given network, or the model without its gates.
 
         ``origin`` is the unsharded model, if ``model`` is sharded.
         """
-        if not settings.distill:
-            return None
         network = settings.teacher
         if network is not None and (network is model or network is origin):
             raise UsageError(
@@ -144,21 +142,6 @@ class Teacher:
         self._before.close()
 
 
-def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) -> Tensor:
-    """Return T²·KL between softened class probabilities, the mean over examples and positions.
-
-    Args:
-        mine, theirs: of one shape.
-        temperature: T.
-        dim: that of the classes; None where there are none: the mean squared difference.
-    """
-    if dim is None:
-        return F.mse_loss(mine.float(), theirs.float())
-    soft = [F.log_softmax(s.float() / temperature, dim) for s in (mine, theirs)]
-    each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(dim)
-    return temperature**2 * each.mean()
-
-
 def _answer(outputs: Any) -> Tensor:
     """Return the tensor in a network's outputs that is compared."""
     otherwise = "; distill needs one that returns a tensor, or has one as .logits"
@@ -168,14 +151,13 @@ def _answer(outputs: Any) -> Tensor:
 @contextmanager
 def taught(
     model: nn.Module, settings: Settings, origin: nn.Module | None = None
-) -> Iterator[Teacher | None]:
+) -> Iterator[Teacher]:
     """Provide the teacher by the settings within the context; see ``Teacher.of``."""
     teacher = Teacher.of(model, settings, origin)
     try:
         yield teacher
     finally:
-        if teacher is not None:
-            teacher.close()
+        teacher.close()
 
 
 class _Outputs:
