@@ -37,7 +37,7 @@ NOISE = 1e-3  # exporters merge equal tensors, and those of a trained network di
 SIDES = {
     "resnet18": 64, "resnet50": 224, "mobilenet_v2": 160, "mobilenet_v3_large": 160,
     "efficientnet_b0": 160, "regnet_y_400mf": 160, "densenet121": 128, "convnext_tiny": 128,
-    "vit_b_32": 224, "swin_t": 224, "bert": 0, "yolo11n": 320,
+    "vit_b_16": 224, "swin_t": 224, "bert": 0, "yolo11n": 320,
 }  # fmt: skip
 WAYS = ("auto", "any", "16", "speed", "tp", "tp-16")
 Built = tuple[nn.Module, tuple]

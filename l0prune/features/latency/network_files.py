@@ -34,6 +34,7 @@ from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.slicing.program import reexport
 from l0prune.features.latency.eager import CutGraphs
 from l0prune.features.latency.facts import FACTS, plan_id
+from l0prune.features.latency.normal_form import in_normal_form
 from l0prune.features.latency.sizes import (
     Size,
     SizeFinder,
@@ -100,7 +101,7 @@ class Exporter:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             write_runnable(piece.single, path, Path(folder) / "weights", piece.sizes)
-            model = onnx.load(str(path))
+            model = in_normal_form(onnx.load(str(path)))
         inputs = dict(_inputs(model, piece, self._batch))
         if self._convert is not None:
             model = self._convert(model, {name: value.numpy() for name, value in inputs.items()})

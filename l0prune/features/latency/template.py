@@ -78,7 +78,6 @@ class Template:
 
 def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
     """Return the template that files of several widths have in common."""
-    models = [with_sizes_of_splits(model) for model in models]
     plain = [with_numbered_names(model) for model in models]
     first = plain[0]
     if any(_structure(model.graph) != _structure(first.graph) for model in plain[1:]):
@@ -102,29 +101,6 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
                 made.attributes[number, attributes[0].name] = found
     made.facts = list(_facts(models[0], plain, finder, made))
     return made
-
-
-def with_sizes_of_splits(model: ModelProto) -> ModelProto:
-    """Return a copy in which each Split has the sizes of its outputs, not their number.
-
-    Exporters write the number where the sizes are equal, which depends on the widths.
-    """
-    result = ModelProto()
-    result.CopyFrom(model)
-    shapes = {value.name: value.type.tensor_type.shape.dim for value in result.graph.value_info}
-    for number, node in enumerate(result.graph.node):
-        given = {attribute.name: attribute for attribute in node.attribute}
-        if "num_outputs" not in given or any(name not in shapes for name in node.output):
-            continue
-        axis = given["axis"].i if "axis" in given else 0
-        sizes = [shapes[name][axis].dim_value for name in node.output]
-        if 0 in sizes:  # a free size
-            continue
-        tensor = numpy_helper.from_array(np.array(sizes), f"sizes_of_split_{number}")
-        result.graph.initializer.append(tensor)
-        node.input.append(tensor.name)
-        node.attribute.remove(given["num_outputs"])
-    return result
 
 
 _ENDLESS = 2**31 - 1  # the end of a Slice: no size

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from l0prune.capture.compat import pytree
 from l0prune.infer.nodes import called, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, rule
 
@@ -41,7 +41,7 @@ def _macs_inside(node: Node) -> float:
     ]
     turns = 1
     if name in _TURNS:
-        first = next(iter(tree_leaves(node.args[_TURNS[name]])), None)
+        first = next(iter(pytree.tree_leaves(node.args[_TURNS[name]])), None)
         shape = shape_of(first) if isinstance(first, Node) else None
         turns = shape[0] if shape else 1
     return turns * (max(bodies, default=0.0) if name == "cond" else sum(bodies))
@@ -56,7 +56,7 @@ def _macs_of(body: GraphModule) -> float:
         if any(operand.op == "get_attr" for operand in node.all_input_nodes):
             macs += _macs_inside(node)
             continue
-        args, kwargs = tree_map(_value, (node.args, node.kwargs))
+        args, kwargs = pytree.tree_map(_value, (node.args, node.kwargs))
         with FlopCounterMode(display=False) as counter:
             node.target(*args, **kwargs)
         macs += hint(counter.get_total_flops()) / 2

@@ -13,7 +13,7 @@ import l0prune
 from l0prune.errors import UsageError
 from l0prune.features.latency.network_files import DENSE, INPUTS, Exporter, NetworkFiles
 from l0prune.features.latency.sizes import slots_of
-from l0prune.features.latency.template import with_numbered_names, with_sizes_of_splits
+from l0prune.features.latency.template import with_numbered_names
 
 
 class Attention(nn.Module):
@@ -196,26 +196,3 @@ def test_a_large_network_is_written_for_the_batch_alone(tmp_path, monkeypatch):
     assert sizes[1].dim_value == 5
     assert dims(made[0]) == dims(made[1])
     assert [f.monomials for f in free.facts] == [f.monomials for f in fixed.facts]
-
-
-def test_a_split_by_number_is_one_by_sizes():
-    info = [onnx.helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, 3]) for n in ("a", "b")]
-    given = onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 6])
-    result = onnx.helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3])
-    nodes = [
-        onnx.helper.make_node("Split", ["x"], ["a", "b"], axis=1, num_outputs=2),
-        onnx.helper.make_node("Sub", ["a", "b"], ["y"]),
-    ]
-    graph = onnx.helper.make_graph(nodes, "halves", [given], [result], value_info=info)
-    opset = [onnx.helper.make_opsetid("", 20)]
-    by_number = onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
-    by_sizes = with_sizes_of_splits(by_number)
-    assert [a.name for a in by_sizes.graph.node[0].attribute] == ["axis"]
-    (sizes,) = by_sizes.graph.initializer
-    assert numpy_helper.to_array(sizes).tolist() == [3, 3]
-    x = {"x": np.arange(12, dtype=np.float32).reshape(2, 6)}
-    outputs = [
-        onnxruntime.InferenceSession(each.SerializeToString()).run(None, x)[0]
-        for each in (by_number, by_sizes)
-    ]
-    assert np.array_equal(*outputs)
