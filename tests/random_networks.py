@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +86,8 @@ class Counting(nn.Module):
 class Author:
     """Writes a network step by step, with the values at hand, so that all shapes fit."""
 
-    def __init__(self, choose: Choose) -> None:
-        self.choose = choose
+    def __init__(self, choose: Choose, kinds: Sequence[str] | None = None) -> None:
+        self.choose, self.kinds = choose, kinds or KINDS
         self.network = RandomNetwork()
         self.values = [torch.randn(2, (2, 3, 4)[choose(3)], 6, 6)]
 
@@ -95,7 +95,7 @@ class Author:
         """A network of about so many steps, in eval mode."""
         self.add_layer()
         for _ in range(steps):
-            getattr(self, f"add_{KINDS[self.choose(len(KINDS))]}")()
+            getattr(self, f"add_{self.kinds[self.choose(len(self.kinds))]}")()
         for _ in range(1 + self.choose(2)):
             self.end()
         self.network.runs_all = bool(self.choose(2))
@@ -596,17 +596,19 @@ class Author:
         )
 
 
-KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
-KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat", "residual"]
+ALL_KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
+ALL_KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat", "residual"]
+# torch compiles a condition whenever it runs, which takes seconds
+KINDS = [name for name in ALL_KINDS if name != "condition"]
 
 
-def written(choose, steps):
+def written(choose, steps, kinds=None):
     """A network in float64 of so many steps, each as ``choose`` has it, and inputs for it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)
         try:
-            author = Author(choose)
+            author = Author(choose, kinds)
             network = author.write(steps)
         finally:
             torch.set_default_dtype(torch.float32)

@@ -29,7 +29,7 @@ Learn which parts of a trained PyTorch network can go, and cut them out, exactly
 
 \b
     l0prune gate model.pt
-    l0prune finetune --lambda 0.1/N
+    l0prune finetune --faster 2
     l0prune export --onnx
 
 That takes a folder with a model and images; each command has options for the rest.

@@ -46,7 +46,7 @@ def run_command(command: Callable[[], Any]) -> int:
         return FAILED
     except (KeyboardInterrupt, typer.Abort) as stop:
         if is_first_process():
-            complain(_STOPPED)
+            complain(str(stop) or _STOPPED)
         return 128 + getattr(stop, "signal", signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

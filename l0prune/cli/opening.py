@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -100,7 +101,10 @@ def example_inputs(
         return text, (own, {})
     if text is None:
         text, origin = provided("guess_example")(model, _side())
-        say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
+        unsure = (
+            " (sizes that it leaves open are guesses)" if origin.startswith("its first") else ""
+        )
+        say(f"the example input is {text}, from {origin}{unsure}; to give another: --input {text}")
     args, kwargs = parse_input(text)
     is_fixed = getattr(model, "fixed_batch", 0) == 1
     if not is_fixed and all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
@@ -298,7 +302,24 @@ def load_data(
     images = [] if source.preprocessing is None else [str(source.preprocessing)]
     if known := [*parts, *classes, *images]:
         say(f"{spec}: {', '.join(known)}")
+    from l0prune.data.text import source_of  # loads torch
+
+    if text := source_of(spec):
+        _say_what_windows_are(model, text[1])
     return source
+
+
+def _say_what_windows_are(model: Any, length: int) -> None:
+    """Warn of texts that a model would read padded, unless it predicts tokens."""
+    heads = getattr(model, "get_output_embeddings", None)
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters if model else False
+    if takes_mask and heads is not None and heads() is None:
+        say(
+            f"the texts are joined and cut into windows of {length} tokens, without a mask, and a "
+            "file that is made from these takes no padded texts. For texts one by one, give "
+            "--data file.py:function with input_ids and attention_mask, and --dynamic "
+            "input_ids:1=length --dynamic attention_mask:1=length"
+        )
 
 
 def _sized(source: Any) -> dict[str, Any]:

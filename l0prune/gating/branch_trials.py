@@ -230,7 +230,9 @@ def _shapes_of(value: Any) -> Any:
     """Return the shape of a tensor, or those of several; numbers are returned unchanged."""
     if isinstance(value, Tensor):
         return list(map(hint, value.shape))
-    return [_shapes_of(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_shapes_of(each) for each in value]
+    return _in_numbers(value)
 
 
 def _in_numbers(value: Any) -> Any:

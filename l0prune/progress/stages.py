@@ -52,8 +52,9 @@ class Stage:
 class _Level:
     """A loop of some work: its steps that are done, and the weight of the present one."""
 
-    def __init__(self, of: float) -> None:
+    def __init__(self, of: float, before: float = 0.0) -> None:
         self.of, self.done, self.weight = of, 0.0, 1.0
+        self.before = before  # steps that an earlier run has done
         self.began = now()
 
 
@@ -78,7 +79,12 @@ class Work:
     @property
     def share(self) -> float | None:
         """The part that is done, from 0 to 1; None where it counts no steps."""
-        return self._share([*self._levels])
+        levels = [*self._levels]
+        share = self._share(levels)
+        if share is None:
+            return None
+        before, of = levels[0].before, levels[0].of
+        return (before + share * of) / (before + of)
 
     def _share(self, levels: list[_Level]) -> float | None:
         if not levels:
@@ -110,7 +116,7 @@ class Work:
     @contextmanager
     def counting(self, of: float, done: float = 0.0) -> Iterator[Counter]:
         """Count ``of`` steps within the context, of which ``done`` were done before."""
-        level = _Level(max(of - done, 1e-9))
+        level = _Level(max(of - done, 1e-9), done)
         if not self._levels:
             self._most = 0.0
         counter = Counter(self, level, done)

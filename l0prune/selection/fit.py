@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil, floor
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
+from l0prune.plan.budget_text import SPEED
 from l0prune.plan.limits import Bound, Limit, LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Latency, Measure, Source
 from l0prune.plan.plan import BITS, Plan
@@ -284,13 +286,22 @@ def unmet(
 
 
 def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
-    floor, measure = bound.actual(least), bound.measure
+    amount, measure = bound.actual(least), bound.measure
     in_blocks = f", in blocks of {widest}" if widest > 1 else ""
     return UsageError(
         f"the budget {bound.limit} cannot be met: with every gate closed that may be"
-        f"{in_blocks}, {measure.show(floor)} of {measure.show(bound.dense)} "
-        f"{measure.label} stay ({floor / bound.dense:.1%}). {_in_the_way(measure, least)}"
+        f"{in_blocks}, {measure.show(amount)} of {measure.show(bound.dense)} "
+        f"{measure.label} stay ({amount / bound.dense:.1%}). {_in_the_way(measure, least)}"
+        f"{_remedy(bound, amount)}, or gate more axes (include, exclude)."
     )
+
+
+def _remedy(bound: Bound, least: float) -> str:
+    """Return the nearest budget that can be met, as a request; with two digits."""
+    share = least / bound.dense
+    if bound.limit.written.startswith(SPEED):
+        return f"Ask for less: {SPEED}={floor(10 / share) / 10:g} at most"
+    return f"Give a larger budget: {ceil(1000 * share) / 10:g}% at least"
 
 
 def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
@@ -303,9 +314,8 @@ def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
         pins = [p for p in measure.plan.pins if p.where.startswith(f"{owner}.")]
         why = "; ".join(dict.fromkeys(f"{pin.where} is pinned, {pin.reason}" for pin in pins[:2]))
         shown = measure.show(amount)
-        reasons.append(f"{owner or 'the model'} ({shown}{f': {why}' if why else ''})")
-    where = f"Most of it is in {', '.join(reasons)}. " if reasons else ""
-    return f"{where}Give a larger budget, or gate more axes (include, exclude)."
+        reasons.append(f"{owner or 'no layer of its own'} ({shown}{f': {why}' if why else ''})")
+    return f"Most of it is in {', '.join(reasons)}. " if reasons else ""
 
 
 def meet(

@@ -370,7 +370,10 @@ class Loop:
         where = f"training stopped in epoch {self._epoch + 1}, step {self._step}"
         if self._folder is None:
             return f"{where}; without out there is no checkpoint to go on from"
-        return f"{where}; the checkpoint is in {self._folder}, and resume=True goes on from there"
+        return (
+            f"{where}; the checkpoint is in {self._folder}, and resume=True goes on from there "
+            "(commands do so by themselves)"
+        )
 
     def _save(self, *, leaves_it: bool) -> None:
         """Write the checkpoint; ``leaves_it`` if the run leaves the model with its averages now."""

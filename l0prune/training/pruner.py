@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Unpack
 from weakref import ref
@@ -15,6 +16,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import asked_of
 from l0prune.plan.numbers import check_whole
+from l0prune.progress.display import shown
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
 from l0prune.training.averages import excess_of
@@ -108,6 +110,8 @@ class Pruner(GateRun):
             ``lambda model: DistributedDataParallel(model)``: called with the plain model, before
             the first step and after each cut. The loop then calls ``pruner.network``.
         say: function called with each warning's text; by default it is a Python warning.
+        progress: whether long work is shown on stderr: the network is timed here and, under a
+            budget in time, again when gates are fixed.
         **settings: see ``GateSettings``.
 
     Raises:
@@ -127,13 +131,16 @@ class Pruner(GateRun):
         settle: int | None = None,
         wrap: Wrap | None = None,
         say: Callable[[str], None] | None = None,
+        progress: bool = True,
         **settings: Unpack[GateKeywords],
     ) -> None:
         gates_of(model)  # raise NotGated before errors of settings
         known = GateSettings.of(settings)
         phases = _phases(known, steps, warmup, settle)
         compact = known.compact if "compact" in settings else "never"
-        super().__init__(model, known, phases, n, compact, say or warn)
+        self._shows = progress
+        with shown(progress):
+            super().__init__(model, known, phases, n, compact, say or warn)
         self._wrapping = None if wrap is None else self._wrapped_by(wrap)
         self._own: OwnOptimizer | None = None
         self._pending = self._unprepared = 0  # calls of before_step, of after_step without one
@@ -206,18 +213,19 @@ class Pruner(GateRun):
                 f"gates start before the first step, and {self.step} steps are done: call "
                 "start_from before the loop, and before the state of a run that goes on is loaded"
             )
-        begun = init_gates_from(
-            self.model,
-            data,
-            self.phases.learning,
-            self.budget,
-            start=start,
-            oneshot_fraction=oneshot_fraction,
-            loss=loss,
-            batch_size=batch_size,
-            device=device,
-            seed=seed,
-        )
+        with shown(self._shows):
+            begun = init_gates_from(
+                self.model,
+                data,
+                self.phases.learning,
+                self.budget,
+                start=start,
+                oneshot_fraction=oneshot_fraction,
+                loss=loss,
+                batch_size=batch_size,
+                device=device,
+                seed=seed,
+            )
         if begun.said:
             self._set_out()
             if begun.decided and self._settings.branch_freeze_fraction is None:
@@ -319,6 +327,11 @@ class Pruner(GateRun):
         self.compaction.follow(optimizers)
         if self._wrapping is not None and new:
             self._wrapping.adopt(new)  # again, with the states that are cut now
+
+    def begin_step(self) -> None:
+        """Begin a step; where learning ends, gates are fixed and choices are timed."""
+        with shown(self._shows) if self.phases.begins_to_settle(self.step) else nullcontext():
+            super().begin_step()
 
     def after_step(self) -> None:
         """Advance the run by one step, after the optimizer's step."""

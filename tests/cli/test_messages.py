@@ -82,8 +82,8 @@ def test_own_warnings_are_said_once_each_and_others_are_not(capfd, monkeypatch):
     ("stop", "code"),
     [
         (KeyboardInterrupt(), 130),
-        (Interrupted(signal.SIGINT, "training stopped"), 130),
-        (Interrupted(signal.SIGTERM, "training stopped"), 143),
+        (Interrupted(signal.SIGINT, "training stopped in epoch 2"), 130),
+        (Interrupted(signal.SIGTERM, "training stopped in epoch 2"), 143),
         (typer.Abort(), 130),
     ],
 )
@@ -94,9 +94,8 @@ def test_what_is_stopped_says_so_in_a_sentence(capfd, stop, code):
     assert run_command(command) == code
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.splitlines() == [
-        "error: stopped. The same command goes on from the last checkpoint, if it wrote one."
-    ]
+    known = "stopped. The same command goes on from the last checkpoint, if it wrote one."
+    assert err.splitlines() == [f"error: {str(stop) or known}"]
 
 
 @pytest.mark.parametrize("command", [each.__name__ for each in COMMANDS])

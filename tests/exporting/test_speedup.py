@@ -134,7 +134,7 @@ def test_nothing_is_advised_that_was_done():
     )
     everything = advice_for(losses, CutFacts(("macs=0.5",), may_drop_branches=True))
     assert [text.partition(" ")[0] for text in everything] == [
-        "widths", "a", "gates", "more", "a",
+        "whole", "a", "gates", "more", "a",
     ]  # fmt: skip
     rounded = advice_for(losses, CutFacts(("macs=0.5",), in_blocks=True))
     assert "round_to" not in " ".join(rounded)

@@ -90,7 +90,7 @@ def test_a_loop_that_goes_on_counts_the_time_of_its_own_steps(clock):
     with work.counting(100, done=80) as counter:
         clock[0] += 10
         counter.at(90, 100)
-        assert (work.share, work.left) == (0.5, 10)
+        assert (work.share, work.left) == (0.9, 10)
 
 
 def test_an_error_within_leaves_nothing_behind():

@@ -247,7 +247,7 @@ def test_a_loss_that_is_no_number_is_not_put_down_to_the_rate_of_weights():
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UsageError, match="learn must be one of 'gates' or true or false"):
+    with pytest.raises(UsageError, match="learn must be 'gates' or true or false"):
         Settings(learn="weights")
     with pytest.raises(UsageError, match="a Pruner has nothing to do"):
         l0prune.Pruner(gated(), steps=10, learn=False)

@@ -151,6 +151,6 @@ def test_without_a_terminal_a_long_epoch_is_a_line_each_ten_seconds(monkeypatch)
         display.step(done, "settle")
     display.close()
     lines = file.getvalue().splitlines()
-    assert lines[0] == "epoch 2/2 settle: 24/40, loss 0.5000, 20%, 40 s left"
+    assert lines[0] == "epoch 2/2 settle: 24/40, loss 0.5000, 60%, 40 s left"
     assert lines[1] == "this run will take about 38 s: 15 steps of 2.5 s, by the first 4"
     assert len(lines) == 7

@@ -38,9 +38,10 @@ from l0prune.running.device import device_of
 # Allowed rounding error in float64 and float32, relative to the largest output.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # If the gated model's own rounding in one run is larger, twice that is allowed (both models round);
-# if that is too little, ``TIMES`` the rounding as measured in several runs. But no more than this,
-# beyond which float32 proves nothing.
+# if that is too little, ``TIMES`` the rounding as measured in several runs. But no more than this;
+# beyond it an error counts as rounding only up to what was measured of the model itself.
 LARGEST = 1e-4
+_LARGEST_OWN = 1e-3  # and no more than this, beyond which float32 proves nothing
 _LARGEST_MEASURED = 1e-2  # an error of more is none of rounding
 
 Rounding = Callable[[], Sequence[float]]  # measures that of each output
@@ -103,8 +104,8 @@ _USUAL = (
 )
 _OF_ROUNDING = (
     "In float64 they agree, so that nothing is wrong with the cut. In float32 the model rounds by "
-    f"about as much all by itself, and where that is more than {LARGEST:.0e} a comparison of files "
-    "in float32 shows nothing. Rounding is largest in networks that have hardly been trained, and "
+    f"about as much all by itself, and where that is more than {_LARGEST_OWN:.0e} a comparison of "
+    "files in float32 shows nothing. Rounding is largest in networks that were hardly trained, and "
     "in norms whose statistics are of a few examples: it falls with training on more, or for "
     "longer."
 )
@@ -364,9 +365,14 @@ def _judged(
         measured = measure()
         if len(measured) == len(most):
             most = list(map(max, most, measured))
-        each = [max(min(TIMES * rounding, LARGEST), usual) for rounding in most]
+        each = [max(_allowed(rounding), usual) for rounding in most]
         if all(e <= a for e, a in zip(errors, each, strict=True)):
             break
     judged = zip(errors, each, most, strict=True)
     error, allowed, rounding = max(judged, key=lambda of: of[0] / of[1])
     return error, allowed, rounding if math.isfinite(rounding) else None
+
+
+def _allowed(rounding: float) -> float:
+    """Return the error that a measured rounding explains."""
+    return max(min(TIMES * rounding, LARGEST), min(rounding, _LARGEST_OWN))

@@ -15,6 +15,7 @@ from l0prune.exporting.onnx.profile import LayerTime, profile_of
 from l0prune.exporting.onnx.times import Times, one_example, times_of
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.plan.branch import KIND
+from l0prune.plan.budget_text import SPEED
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.targets import TARGET
@@ -28,6 +29,7 @@ _SLIGHT = 0.02  # share of the small network's time, up to which a loss is not t
 _CALLS = 0.2  # the same of the time outside nodes, which a profile makes longer
 _SHORT = 0.01  # milliseconds of a node, up to which its start counts
 _SLOWER = 1.2  # times what full blocks would take, from which on a path is a slower one
+_MET = 0.95  # share of a budget in times as fast, below which it is missed
 _BUSY = 0.2  # spread of the turns, from which on the machine was busy
 _IN_TIME = ("latency", "speed")  # measures of budgets that are about time
 RUNTIME = "runtime"  # the operator of a loss that is in no node
@@ -120,6 +122,15 @@ class Speedup:
         return self.of_ideal >= NEAR or self.ideal <= 1
 
     @property
+    def missed(self) -> str:
+        """The budget in times as fast that was missed by more than 5 %; empty if none was."""
+        for text in self.asked:
+            times = text.rpartition("=")[2].rstrip("x")
+            if _measure(text) == SPEED and self.measured < _MET * float(times):
+                return text
+        return ""
+
+    @property
     def warning(self) -> str:
         """Warning that MACs were cut and no time was gained; empty where some was."""
         if self.times.share < 1 or self.ideal <= 1:
@@ -132,6 +143,11 @@ class Speedup:
         said = [f"{self.times.pace}{asked}{ideal}; {self.times.setting}."]
         if self.times.spread > _BUSY:
             said.append("The machine was busy: take the times again before acting on them.")
+        if self.missed:
+            said.append(
+                f"That misses {self.missed}: time the file again on a quiet machine, and if it "
+                "stays so, ask for a little more."
+            )
         if not self.is_near:
             said.append(f"That is {self.of_ideal:.0%} of the ideal.")
             if self.losses:
@@ -225,7 +241,10 @@ def advice_for(losses: Sequence[Loss], facts: CutFacts) -> tuple[str, ...]:
     causes = {loss.cause for loss in losses}
     found = []
     if not facts.in_blocks:
-        found.append("widths in whole blocks of the runtime (the default, round_to='auto')")
+        found.append(
+            f"whole blocks everywhere, round_to={facts.block} (the default leaves finer widths "
+            "where a block costs more than it gains)"
+        )
     if not any(_measure(text) in _IN_TIME for text in facts.asked):
         found.append("a budget in time (speed=2, on the command line --faster 2)")
     if facts.may_drop_branches and causes & {"memory", "start", "runtime"}:

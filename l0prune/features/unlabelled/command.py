@@ -11,10 +11,18 @@ import l0prune
 from l0prune.cli import options
 from l0prune.cli.export import Onnx, Timed, folders, say_written
 from l0prune.cli.messages import emit, err
-from l0prune.cli.opening import free_dims, load_data, open_model, recorded_data, with_speed
+from l0prune.cli.opening import (
+    free_dims,
+    latency_table,
+    load_data,
+    open_model,
+    recorded_data,
+    with_speed,
+)
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
+from l0prune.plan.targets import TARGET
 from l0prune.progress.display import shown
 
 Budget = Annotated[
@@ -98,6 +106,7 @@ def shrink(
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
     asked |= {"exclude": exclude} if exclude else {}
     asked |= {"outputs": outputs} if outputs else {}
+    target = asked.get("target", TARGET)
     with shown(console=err):
         small = l0prune.shrink(
             module,
@@ -109,6 +118,7 @@ def shrink(
             batch_size=batch_size,
             seed=seed,
             class_dim=class_dim,
+            latency=lambda gated: latency_table(None, Path(spec), budget, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=free_dims(dynamic, module),
             **asked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def shrink(
     recover: int = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
-    latency: Source | None = None,
+    latency: Source | Callable[[nn.Module], Source | None] | None = None,
     samples: int = SAMPLES,
     batch_size: int = BATCH_SIZE,
     device: str | torch.device = "auto",
@@ -90,7 +90,8 @@ def shrink(
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
-        latency: a table of times for a budget in latency; one is measured where none is given.
+        latency: a table of times for a budget in latency, or a function that makes one of the
+            gated model; one is measured where none is given.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
@@ -120,8 +121,8 @@ def shrink(
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
     if budget is not None:
-        latency = table_if_needed(work, limits(budget), latency, target)
-        widths["latency"] = latency
+        table = latency(work) if callable(latency) else latency
+        widths["latency"] = table_if_needed(work, limits(budget), table, target)
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
