@@ -1,0 +1,194 @@
+"""Files for llama.cpp: checked against the network, then written by the package ``gguf``."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.configurations import class_of_transformers
+from l0prune.capture.example_inputs import call
+from l0prune.capture.model_checks import evaluating
+from l0prune.errors import CertificateError, UsageError, in_a_line, meant, warn
+from l0prune.exporting.certify.certificate import TOLERANCE
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.dtypes import lent
+from l0prune.exporting.outcome import Outcome
+from l0prune.features.gguf.content import Content, content_of
+from l0prune.features.gguf.network import logits
+from l0prune.features.gguf.tokenizer import Tokenizer, tokenizer_in
+from l0prune.files.atomic import PathLike, replacement
+from l0prune.files.beside_weights import source_folder
+from l0prune.progress.stages import stage
+from l0prune.running.device import device_of
+
+TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+_OF_DTYPE = {torch.float16: "F16", torch.bfloat16: "BF16"}
+_BLOCK = 32  # numbers of a row that share a scale in Q8_0
+_LENGTH = 24  # tokens of each text that a file is checked with
+
+
+def save_gguf(
+    small: Outcome | nn.Module,
+    path: PathLike,
+    *,
+    type: str | None = None,
+    tokenizer: PathLike | None = None,
+) -> str:
+    """Write a network as one file for llama.cpp, and for what is built on it (Ollama, LM Studio).
+
+    It is a Llama, Mistral, Qwen2 or Qwen3 of transformers. Its layers may differ in the width of
+    their MLPs and in their heads, and may lack attention or MLP; not those of a Qwen3. Before
+    anything is written, what llama.cpp's graph computes from the file's tensors is compared with
+    the network, in float32. Then matrices are rounded to ``type``.
+
+    Args:
+        small: what ``export`` or ``shrink`` returned, or a model.
+        path: of the file.
+        type: ``"F32"``, ``"F16"``, ``"BF16"`` or ``"Q8_0"``. By default the one that the file's
+            name ends with (``small.Q8_0.gguf``), else that of the weights. In Q8_0, matrices whose
+            rows have no multiple of 32 numbers are in F16.
+        tokenizer: folder of the tokenizer, by default the one that the model was loaded from. A
+            warning says why there is none in the file; it then runs on numbers of tokens alone.
+
+    Returns:
+        How to run it.
+
+    Raises:
+        UsageError: llama.cpp cannot run such a network, the type is unknown or does not hold the
+            weights, or the package is not installed.
+        CertificateError: llama.cpp would compute something else.
+        FileError: it cannot be written.
+    """
+    if find_spec("gguf") is None:
+        raise UsageError("gguf is not installed: pip install 'l0prune[gguf]'")
+    module = small.module if isinstance(small, Outcome) else small
+    kind = _type(type, Path(path), module)
+    with stage(f"writing {Path(path).name}"):
+        content = _checked(module, Path(path))
+        if kind in ("F16", "Q8_0"):
+            _check_range(content, kind)
+        known, why = _tokenizer(tokenizer, module, int(content.numbers["vocab_size"]))  # type: ignore[arg-type]
+        with replacement(path) as temporary:
+            _write(temporary, content, kind, known)
+    if known is None:
+        warn(f"{path} has no tokenizer, so it runs on numbers of tokens alone: {why}")
+        return f"A program that calls `llama_decode` with numbers of tokens runs {path}."
+    return f"`llama-cli -m {path}` runs it."
+
+
+def _tokenizer(
+    given: PathLike | None, module: nn.Module, size: int
+) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer of a network; else None and why there is none."""
+    source = str(getattr(module, "name_or_path", None) or "")
+    folder = source_folder(source) if given is None else Path(given)
+    if folder is None:
+        at = f"the files of {source} are not here" if source else "nothing says where one is"
+        return None, f"{at}; tokenizer=FOLDER names one"
+    try:
+        return tokenizer_in(folder, size), ""
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"that of {folder} was not converted: {in_a_line(error)}"
+
+
+def _type(given: str | None, path: Path, module: nn.Module) -> str:
+    """Return the type of the matrices: what was given, what the file's name says, or their own."""
+    if given is not None:
+        if given.upper() not in TYPES:
+            known = ", ".join(TYPES)
+            raise UsageError(f"a GGUF file is of type {known}, not {given!r}{meant(given, TYPES)}")
+        return given.upper()
+    last = re.split(r"[-.]", path.stem)[-1].upper()
+    own = next((p.dtype for p in module.parameters()), torch.float32)
+    return last if last in TYPES else _OF_DTYPE.get(own, "F32")
+
+
+def _checked(module: nn.Module, path: Path) -> Content:
+    """Return the content of the file, of which llama.cpp's graph is shown to compute the same."""
+    try:
+        if not class_of_transformers(type(module)):
+            raise ValueError(f"{type(module).__qualname__} is no class of transformers")
+        content = content_of(module)
+    except (AttributeError, KeyError, ValueError) as error:
+        why = in_a_line(error).strip("'\"")
+        raise UsageError(
+            f"{path} was not written, since llama.cpp cannot run this network: {why}. "
+            "loadable_by='gguf' lets gate and shrink cut only what it can"
+        ) from error
+    length = min(_LENGTH, int(content.numbers["context_length"]))  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(0)
+    vocabulary = int(content.numbers["vocab_size"])  # type: ignore[arg-type]
+    ids = torch.randint(vocabulary, (2, length), generator=random).to(device_of(module))
+    with evaluating(module), torch.no_grad():
+        inputs = ((), {"input_ids": ids, "use_cache": False})
+        expected, found = call(lent(module, torch.float32), inputs).logits, logits(content, ids)
+    if not difference(expected, found) <= TOLERANCE["float32"]:
+        raise CertificateError(
+            f"{path} was not written: llama.cpp would compute something else, as the network's own "
+            "code does more than a Llama's does with these weights"
+        )
+    return content
+
+
+def _check_range(content: Content, kind: str) -> None:
+    most = torch.finfo(torch.float16).max
+    for name, tensor in content.tensors.items():
+        if tensor.ndim > 1 and tensor.abs().max() > most:
+            raise UsageError(f"{name} has values above {most:g}, too large for {kind}: use BF16")
+
+
+def _write(path: Path, content: Content, kind: str, tokenizer: Tokenizer | None) -> None:
+    gguf: Any = importlib.import_module("gguf")
+    writer = gguf.GGUFWriter(path, content.architecture)
+    writer.add_file_type(gguf.LlamaFileType[TYPES[kind]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in content.numbers.items():
+        _add_number(writer, f"{content.architecture}.{key}", value)
+    if tokenizer is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        tokenizer.write(writer)
+    for name, tensor in content.tensors.items():
+        of = _type_of(tensor, kind)
+        numbers = int(np.prod(tensor.shape))
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[of]]
+        writer.add_tensor_info(
+            name,
+            tensor.shape,
+            np.dtype(np.float32),
+            numbers // block * size,
+            raw_dtype=gguf.GGMLQuantizationType[of],
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in content.tensors.values():
+            array = tensor.detach().float().cpu().contiguous().numpy()
+            of = gguf.GGMLQuantizationType[_type_of(tensor, kind)]
+            writer.write_tensor_data(gguf.quants.quantize(array, of))
+    finally:
+        writer.close()
+
+
+def _type_of(tensor: Tensor, kind: str) -> str:
+    """Return a tensor's type: F32 of vectors; F16 in the place of Q8_0 for rows of other lengths."""
+    if tensor.ndim == 1:
+        return "F32"
+    return "F16" if kind == "Q8_0" and tensor.shape[-1] % _BLOCK else kind
+
+
+def _add_number(writer: Any, key: str, value: int | float | list[int]) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)

@@ -1,0 +1,86 @@
+"""Network that llama.cpp builds of a file's content, in plain torch: what a file is checked by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from l0prune.features.gguf.content import Content
+
+
+def logits(content: Content, ids: Tensor) -> Tensor:
+    """Return what llama.cpp's graph of this architecture computes, in float32."""
+    read = _Reader(content)
+    x = F.embedding(ids, read("token_embd.weight"))
+    counts = (content.by_layer(f"attention.head_count{kind}") for kind in ("", "_kv"))
+    for number, (queries, keys) in enumerate(zip(*counts, strict=True)):
+        at = f"blk.{number}"
+        if queries:
+            x = x + _attention(read, at, read.norm(f"{at}.attn_norm", x), queries, keys)
+        inside = read.norm(f"{at}.ffn_norm", x)
+        gate, up = (read.linear(f"{at}.ffn_{each}", inside) for each in ("gate", "up"))
+        x = x + read.linear(f"{at}.ffn_down", F.silu(gate) * up)
+    head = "output" if "output.weight" in content.tensors else "token_embd"
+    return read.linear(head, read.norm("output_norm", x))
+
+
+class _Reader:
+    """Tensors of a content, each in float32 when it is used."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+
+    def __call__(self, name: str) -> Tensor:
+        return self.content.tensors[name].detach().float()
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear layer, with its bias if it has one."""
+        bias = f"{name}.bias"
+        known = self(bias) if bias in self.content.tensors else None
+        return F.linear(x, self(f"{name}.weight"), known)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """Apply an RMS norm over the last dim."""
+        weight, epsilon = self(f"{name}.weight"), self.content.numbers
+        return F.rms_norm(
+            x, weight.shape, weight, float(epsilon["attention.layer_norm_rms_epsilon"])  # type: ignore[arg-type]
+        )
+
+
+def _attention(read: _Reader, at: str, x: Tensor, queries: int, keys: int) -> Tensor:
+    content = read.content
+    size = int(content.numbers["attention.key_length"])  # type: ignore[arg-type]
+    q, k, v = (
+        read.linear(f"{at}.attn_{name}", x).unflatten(-1, (heads, size)).transpose(1, 2)
+        for name, heads in zip("qkv", (queries, keys, keys), strict=True)
+    )
+    if f"{at}.attn_q_norm.weight" in content.tensors:
+        q, k = read.norm(f"{at}.attn_q_norm", q), read.norm(f"{at}.attn_k_norm", k)
+    turn = _rotation(read, size, x.shape[1])
+    k, v = (each.repeat_interleave(queries // keys, dim=1) for each in (turn(k), v))
+    mixed = F.scaled_dot_product_attention(turn(q), k, v, is_causal=True)
+    return read.linear(f"{at}.attn_output", mixed.transpose(1, 2).flatten(2))
+
+
+def _rotation(read: _Reader, size: int, length: int) -> Callable[[Tensor], Tensor]:
+    """Return the rotation of heads by their positions."""
+    content = read.content
+    device = content.tensors["token_embd.weight"].device
+    powers = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+    speeds = float(content.numbers["rope.freq_base"]) ** -powers  # type: ignore[arg-type]
+    if "rope_freqs.weight" in content.tensors:
+        speeds = speeds / read("rope_freqs.weight")
+    angles = torch.arange(length, device=device)[:, None] * speeds
+    turned = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    are_neighbours = content.architecture in ("llama", "deci")
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = x.unflatten(-1, (-1, 2) if are_neighbours else (2, -1))
+        pairs = pairs if are_neighbours else pairs.transpose(-1, -2)
+        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turned)
+        return (result if are_neighbours else result.transpose(-1, -2)).flatten(-2)
+
+    return rotated
