@@ -1,5 +1,11 @@
-"""Files for llama.cpp: ``small.save("small.gguf")``, ``l0prune.save_gguf(small, path)``."""
+"""Files for llama.cpp: ``small.save("small.gguf")``, ``gate(…, loadable_by="gguf")``."""
 
 from l0prune.doors import Feature
 
-FEATURE = Feature(__name__, names={"save_gguf": "file"})
+FEATURE = Feature(
+    __name__,
+    needs=("loadable",),
+    names={"save_gguf": "file"},
+    writers={".gguf": "file"},
+    programs={"gguf": "program"},
+)

@@ -54,18 +54,22 @@ class Content:
 
     Attributes:
         architecture: llama.cpp's name for it.
-        numbers: by the keys of the metadata, without the architecture.
+        numbers: by the keys of the metadata, without the architecture: a number, or one by layer.
         tensors: by llama.cpp's names, in the dtypes of the network.
     """
 
     architecture: str
-    numbers: Mapping[str, int | float | list[int]]
+    numbers: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     def by_layer(self, key: str) -> list[int]:
         """Return a number of each layer."""
-        value: Any = self.numbers[key]
-        return value if isinstance(value, list) else [value] * int(self.numbers["block_count"])
+        value = self.numbers[key]
+        return value if isinstance(value, list) else [value] * self.number("block_count")
+
+    def number(self, key: str) -> int:
+        """Return a whole number."""
+        return int(self.numbers[key])
 
 
 def content_of(module: nn.Module) -> Content:
@@ -123,8 +127,8 @@ def _ends(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name not in state and name != "lm_head.weight":
             raise ValueError(f"it has no {name}, as a Llama with a head for the next token has")
     found = {_ENDS[name]: state[name] for name in _ENDS if name in state}
-    head, embedding = module.get_submodule("lm_head").weight, state["model.embed_tokens.weight"]
-    if head.data_ptr() == embedding.data_ptr():
+    head = module.get_submodule("lm_head").weight
+    if head is module.get_parameter("model.embed_tokens.weight"):
         del found["output.weight"]
     return found
 
@@ -207,8 +211,7 @@ def _architecture(layers: list[Layer], shapes: list[tuple[int, int, int]], scale
         if not are_alike:
             raise ValueError(
                 "it has a norm of queries and keys, as a Qwen3 has, and layers that differ; "
-                "llama.cpp has no architecture with both. Gate it with loadable_by='gguf', which "
-                "keeps its layers alike"
+                "llama.cpp has no architecture with both"
             )
         if scaled or any(name.endswith(".bias") for name in names):
             raise ValueError("llama.cpp's qwen3 has no biases and no scaled rotary positions")

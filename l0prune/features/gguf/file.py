@@ -12,26 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.configurations import class_of_transformers
-from l0prune.capture.example_inputs import call
-from l0prune.capture.model_checks import evaluating
-from l0prune.errors import CertificateError, UsageError, in_a_line, meant, warn
-from l0prune.exporting.certify.certificate import TOLERANCE
-from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.dtypes import lent
+from l0prune.errors import UsageError, in_a_line, meant, warn
 from l0prune.exporting.outcome import Outcome
-from l0prune.features.gguf.content import Content, content_of
-from l0prune.features.gguf.network import logits
+from l0prune.exporting.own_class.writing import WRITERS
+from l0prune.features.gguf.content import Content
+from l0prune.features.gguf.network import checked
 from l0prune.features.gguf.tokenizer import Tokenizer, tokenizer_in
 from l0prune.files.atomic import PathLike, replacement
 from l0prune.files.beside_weights import source_folder
 from l0prune.progress.stages import stage
-from l0prune.running.device import device_of
 
 TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _OF_DTYPE = {torch.float16: "F16", torch.bfloat16: "BF16"}
 _BLOCK = 32  # numbers of a row that share a scale in Q8_0
-_LENGTH = 24  # tokens of each text that a file is checked with
 
 
 def save_gguf(
@@ -71,10 +64,10 @@ def save_gguf(
     module = small.module if isinstance(small, Outcome) else small
     kind = _type(type, Path(path), module)
     with stage(f"writing {Path(path).name}"):
-        content = _checked(module, Path(path))
+        content = checked(module)
         if kind in ("F16", "Q8_0"):
             _check_range(content, kind)
-        known, why = _tokenizer(tokenizer, module, int(content.numbers["vocab_size"]))  # type: ignore[arg-type]
+        known, why = _tokenizer(tokenizer, module, int(content.numbers["vocab_size"]))
         with replacement(path) as temporary:
             _write(temporary, content, kind, known)
     if known is None:
@@ -110,31 +103,11 @@ def _type(given: str | None, path: Path, module: nn.Module) -> str:
     return last if last in TYPES else _OF_DTYPE.get(own, "F32")
 
 
-def _checked(module: nn.Module, path: Path) -> Content:
-    """Return the content of the file, of which llama.cpp's graph is shown to compute the same."""
-    try:
-        if not class_of_transformers(type(module)):
-            raise ValueError(f"{type(module).__qualname__} is no class of transformers")
-        content = content_of(module)
-    except (AttributeError, KeyError, ValueError) as error:
-        why = in_a_line(error).strip("'\"")
-        raise UsageError(
-            f"{path} was not written, since llama.cpp cannot run this network: {why}. "
-            "loadable_by='gguf' lets gate and shrink cut only what it can"
-        ) from error
-    length = min(_LENGTH, int(content.numbers["context_length"]))  # type: ignore[arg-type]
-    random = torch.Generator().manual_seed(0)
-    vocabulary = int(content.numbers["vocab_size"])  # type: ignore[arg-type]
-    ids = torch.randint(vocabulary, (2, length), generator=random).to(device_of(module))
-    with evaluating(module), torch.no_grad():
-        inputs = ((), {"input_ids": ids, "use_cache": False})
-        expected, found = call(lent(module, torch.float32), inputs).logits, logits(content, ids)
-    if not difference(expected, found) <= TOLERANCE["float32"]:
-        raise CertificateError(
-            f"{path} was not written: llama.cpp would compute something else, as the network's own "
-            "code does more than a Llama's does with these weights"
-        )
-    return content
+def _save(path: Path, module: nn.Module) -> None:
+    save_gguf(module, path)
+
+
+WRITERS[".gguf"] = _save
 
 
 def _check_range(content: Content, kind: str) -> None:

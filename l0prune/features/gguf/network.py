@@ -6,9 +6,51 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from l0prune.features.gguf.content import Content
+from l0prune.capture.configurations import class_of_transformers
+from l0prune.capture.example_inputs import call
+from l0prune.capture.model_checks import evaluating
+from l0prune.errors import CertificateError, UsageError, in_a_line
+from l0prune.exporting.certify.certificate import TOLERANCE
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.dtypes import lent
+from l0prune.features.gguf.content import Content, content_of
+from l0prune.running.device import device_of
+
+_LENGTH = 24  # tokens of each text with which a network is compared
+
+
+def checked(module: nn.Module) -> Content:
+    """Return the content of a network's file, of which llama.cpp's graph computes the same.
+
+    Raises:
+        CertificateError: it computes something else.
+        UsageError: llama.cpp has no architecture for the network.
+    """
+    try:
+        if not class_of_transformers(type(module)):
+            raise ValueError(f"{type(module).__qualname__} is no class of transformers")
+        content = content_of(module)
+    except (AttributeError, KeyError, ValueError) as error:
+        why = in_a_line(error).strip("'\"")
+        raise UsageError(
+            f"llama.cpp cannot run this network, so no GGUF file is written: {why}. "
+            "loadable_by='gguf' lets gate and shrink cut only what it can"
+        ) from error
+    length = min(_LENGTH, content.number("context_length"))
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(content.number("vocab_size"), (2, length), generator=random)
+    ids = ids.to(device_of(module))
+    with evaluating(module), torch.no_grad():
+        inputs = ((), {"input_ids": ids, "use_cache": False})
+        expected, found = call(lent(module, torch.float32), inputs).logits, logits(content, ids)
+    if not expected.is_meta and not difference(expected, found) <= TOLERANCE["float32"]:
+        raise CertificateError(
+            "llama.cpp would compute something else, so no GGUF file is written: the network's own "
+            "code does more than a Llama's does with these weights"
+        )
+    return content
 
 
 def logits(content: Content, ids: Tensor) -> Tensor:
@@ -44,15 +86,14 @@ class _Reader:
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """Apply an RMS norm over the last dim."""
-        weight, epsilon = self(f"{name}.weight"), self.content.numbers
-        return F.rms_norm(
-            x, weight.shape, weight, float(epsilon["attention.layer_norm_rms_epsilon"])  # type: ignore[arg-type]
-        )
+        weight = self(f"{name}.weight")
+        epsilon = self.content.numbers["attention.layer_norm_rms_epsilon"]
+        return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _attention(read: _Reader, at: str, x: Tensor, queries: int, keys: int) -> Tensor:
     content = read.content
-    size = int(content.numbers["attention.key_length"])  # type: ignore[arg-type]
+    size = content.number("attention.key_length")
     q, k, v = (
         read.linear(f"{at}.attn_{name}", x).unflatten(-1, (heads, size)).transpose(1, 2)
         for name, heads in zip("qkv", (queries, keys, keys), strict=True)
@@ -70,7 +111,7 @@ def _rotation(read: _Reader, size: int, length: int) -> Callable[[Tensor], Tenso
     content = read.content
     device = content.tensors["token_embd.weight"].device
     powers = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
-    speeds = float(content.numbers["rope.freq_base"]) ** -powers  # type: ignore[arg-type]
+    speeds = content.numbers["rope.freq_base"] ** -powers
     if "rope_freqs.weight" in content.tensors:
         speeds = speeds / read("rope_freqs.weight")
     angles = torch.arange(length, device=device)[:, None] * speeds

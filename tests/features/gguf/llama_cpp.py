@@ -8,7 +8,7 @@ import sys
 from processes import LONGEST
 
 SCRIPT = """
-import json, sys
+import json, sys, urllib.request
 import xllamacpp as x
 
 path, asked = sys.argv[1], json.loads(sys.argv[2])
@@ -21,12 +21,19 @@ params.cache_type_k = params.cache_type_v = x.ggml_type.GGML_TYPE_F32
 params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 server = x.Server(params)
 known = {"temperature": 0, "cache_prompt": False, "return_tokens": True, "ignore_eos": True}
-print(json.dumps([server.handle_completions({**known, **each}) for each in asked]))
+answers = []
+for where, each in asked:
+    data = json.dumps({**known, **each}).encode()
+    request = urllib.request.Request(f"{server.listening_address}/{where}", data)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        answers.append(json.load(answer))
+print(json.dumps(answers))
 """
 
 
-def completions(path, asked):
-    """The answers of llama.cpp's server to requests for completions."""
+def answers(path, asked):
+    """The answers of llama.cpp's server with this file to requests, each after its address."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(path), json.dumps(asked)],
         capture_output=True,
@@ -39,9 +46,9 @@ def completions(path, asked):
 
 def log_probabilities(path, texts, vocabulary):
     """Of each token of a vocabulary, after each text of token numbers."""
-    asked = [{"prompt": text, "n_predict": 1, "n_probs": vocabulary} for text in texts]
+    more = {"n_predict": 1, "n_probs": vocabulary}
     found = []
-    for answer in completions(path, asked):
+    for answer in answers(path, [("completion", {"prompt": text, **more}) for text in texts]):
         (first,) = answer["completion_probabilities"]
         by_token = {each["id"]: each["logprob"] for each in first["top_logprobs"]}
         assert len(by_token) == vocabulary
@@ -50,7 +57,13 @@ def log_probabilities(path, texts, vocabulary):
 
 
 def greedy(path, text, count):
-    (answer,) = completions(path, [{"prompt": text, "n_predict": count}])
+    """The tokens that are most likely after a text, one after the other."""
+    (answer,) = answers(path, [("completion", {"prompt": text, "n_predict": count})])
+    return answer["tokens"]
+
+
+def tokenized(path, text):
+    (answer,) = answers(path, [("tokenize", {"content": text, "add_special": True})])
     return answer["tokens"]
 
 
