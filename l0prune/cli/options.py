@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
+from l0prune.doors import behind
 from l0prune.errors import UsageError
 from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
@@ -110,6 +111,16 @@ Pretrained = Annotated[
 Vllm = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write the folder that vLLM serves, of a Llama."),
+]
+Written = Annotated[
+    list[Path] | None,
+    typer.Option(
+        *(f"--{suffix.lstrip('.')}" for suffix in dict(behind("writers"))),
+        "--write",
+        metavar="FILE",
+        help="Write this file, too, in the format that its suffix says: "
+        f"{', '.join(dict(behind('writers'))) or 'none is installed'}.",
+    ),
 ]
 WithReport = Annotated[
     bool,

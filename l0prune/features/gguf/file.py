@@ -88,7 +88,8 @@ def _tokenizer(
     try:
         return tokenizer_in(folder, size), ""
     except (KeyError, TypeError, ValueError) as error:
-        return None, f"that of {folder} was not converted: {in_a_line(error)}"
+        said = str(error) if type(error) is ValueError else in_a_line(error)
+        return None, f"that of {folder} was not converted: {said}"
 
 
 def _type(given: str | None, path: Path, module: nn.Module) -> str:

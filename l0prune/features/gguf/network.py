@@ -33,7 +33,7 @@ def checked(module: nn.Module) -> Content:
             raise ValueError(f"{type(module).__qualname__} is no class of transformers")
         content = content_of(module)
     except (AttributeError, KeyError, ValueError) as error:
-        why = in_a_line(error).strip("'\"")
+        why = str(error) if type(error) is ValueError else in_a_line(error)
         raise UsageError(
             f"llama.cpp cannot run this network, so no GGUF file is written: {why}. "
             "loadable_by='gguf' lets gate and shrink cut only what it can"

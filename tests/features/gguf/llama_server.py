@@ -4,8 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from importlib.util import find_spec
 
+import pytest
 from processes import LONGEST
+
+runs = pytest.mark.skipif(
+    find_spec("xllamacpp") is None, reason="llama.cpp (the package xllamacpp) is not installed"
+)
 
 SCRIPT = """
 import json, sys, urllib.request
@@ -62,9 +68,10 @@ def greedy(path, text, count):
     return answer["tokens"]
 
 
-def tokenized(path, text):
-    (answer,) = answers(path, [("tokenize", {"content": text, "add_special": True})])
-    return answer["tokens"]
+def tokenized(path, texts):
+    """The numbers of the tokens of texts."""
+    asked = [("tokenize", {"content": text, "add_special": True}) for text in texts]
+    return [answer["tokens"] for answer in answers(path, asked)]
 
 
 def perplexity(log_probabilities, tokens):
