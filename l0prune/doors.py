@@ -31,7 +31,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "distillation": ("taught",),
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
-    "gguf": (".gguf", "save_gguf", "gguf"),
+    "gguf": (".gguf", "save_gguf"),
     "half": ("HalfFile",),
     "latency": (
         "LatencyTable",

@@ -93,7 +93,7 @@ Uniform = Annotated[
 ]
 LoadableBy = Annotated[
     str | None,
-    typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
+    typer.Option(help="Gate only what this program loads by itself: transformers, vllm, gguf."),
 ]
 Outputs = Annotated[
     list[str] | None,

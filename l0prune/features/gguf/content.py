@@ -79,9 +79,8 @@ def content_of(module: nn.Module) -> Content:
         ValueError: llama.cpp has no architecture for it; the text says why.
     """
     state = {name: tensor for name, tensor in module.state_dict().items() if tensor.numel()}
-    tensors = _ends(module, state)
-    layers = _packed([*_parts(state)], tensors["token_embd.weight"], _head_dim(module))
-    size, factors = _head_dim(module), _factors(module)
+    tensors, size, factors = _ends(module, state), _head_dim(module), _factors(module)
+    layers = _packed([*_parts(state)], tensors["token_embd.weight"], size)
     shapes = [_shape(layer, size) for layer in layers]
     architecture = _architecture(layers, shapes, factors is not None)
     if architecture in ("llama", "deci"):
@@ -94,7 +93,9 @@ def content_of(module: nn.Module) -> Content:
         "attention.head_count_kv": keys,
         "feed_forward_length": widths,
     }
-    named = {f"blk.{n}.{name}": each for n, layer in enumerate(layers) for name, each in layer.items()}
+    named = {
+        f"blk.{n}.{name}": each for n, layer in enumerate(layers) for name, each in layer.items()
+    }
     vocabulary, hidden = tensors["token_embd.weight"].shape
     return Content(
         architecture,
@@ -224,7 +225,9 @@ def _architecture(layers: list[Layer], shapes: list[tuple[int, int, int]], scale
 
 
 def _rotary(module: nn.Module) -> Any:
-    found = [each for each in module.modules() if isinstance(getattr(each, "inv_freq", None), Tensor)]
+    found = [
+        each for each in module.modules() if isinstance(getattr(each, "inv_freq", None), Tensor)
+    ]
     if len(found) != 1:
         raise ValueError("it has no rotary positions that are common to all layers")
     kind = getattr(found[0], "rope_type", "default")

@@ -67,7 +67,7 @@ def save_gguf(
         content = checked(module)
         if kind in ("F16", "Q8_0"):
             _check_range(content, kind)
-        known, why = _tokenizer(tokenizer, module, int(content.numbers["vocab_size"]))
+        known, why = _tokenizer(tokenizer, module, content.number("vocab_size"))
         with replacement(path) as temporary:
             _write(temporary, content, kind, known)
     if known is None:
@@ -153,7 +153,7 @@ def _write(path: Path, content: Content, kind: str, tokenizer: Tokenizer | None)
 
 
 def _type_of(tensor: Tensor, kind: str) -> str:
-    """Return a tensor's type: F32 of vectors; F16 in the place of Q8_0 for rows of other lengths."""
+    """Return a tensor's type: F32 of vectors, and F16 for Q8_0 of rows of other lengths."""
     if tensor.ndim == 1:
         return "F32"
     return "F16" if kind == "Q8_0" and tensor.shape[-1] % _BLOCK else kind

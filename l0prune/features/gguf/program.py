@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from torch import nn
 
-from l0prune.capture.configurations import Configured, configuration_of
+from l0prune.capture.configurations import Configured, Field, configuration_of
 from l0prune.capture.sizes import Inputs
 from l0prune.features.gguf.network import checked
 from l0prune.features.loadable.llama import llama_class, llama_settings
 from l0prune.features.loadable.programs import PROGRAMS, Rules
 
-_HEADS = ("head_dim",)
-_BY_LAYER = (("intermediate_size",), ("num_attention_heads",), ("num_key_value_heads",), _HEADS)
+_HEADS: Field = ("head_dim",)
+_BY_LAYER: tuple[Field, ...] = (
+    ("intermediate_size",),
+    ("num_attention_heads",),
+    ("num_key_value_heads",),
+    _HEADS,
+)
 _ONE_SIZE = "llama.cpp has one size for the heads of all layers"
 
 

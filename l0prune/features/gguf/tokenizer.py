@@ -25,7 +25,6 @@ _SPLITS = {
     (rf"{_WORDS}\p{{N}}{_REST}", "bytes"): "qwen2",
     (_TEKKEN, "bytes"): "tekken",
 }
-_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ def tokenizer_in(folder: Path, size: int) -> Tokenizer:
     data = json.loads(file.read_text(encoding="utf-8"))
     model = data["model"]
     if model["type"] != "BPE":
-        raise ValueError(f"a {model['type']} tokenizer is not converted, only one that merges pairs")
+        raise ValueError(
+            f"a {model['type']} tokenizer is not converted, only one that merges pairs"
+        )
     has_bytes = bool(model.get("byte_fallback"))  # as tokenizers of SentencePiece
     split = "" if has_bytes else _split_of(data)
     tokens, kinds = _tokens(data, size)
@@ -108,8 +109,8 @@ def _step(given: Mapping[str, Any]) -> str:
             return "single digits"
         case {"type": "ByteLevel", "add_prefix_space": False}:
             return "bytes by words" if given.get("use_regex", True) else "bytes"
-        case {"type": "Split", "pattern": {"Regex": str(pattern)}} if given.items() >= _SPLIT.items():
-            return pattern
+        case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"}:
+            return regex * (not given["invert"])
     return ""
 
 

@@ -31,6 +31,7 @@ from l0prune.capture.configurations import (
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
+from l0prune.doors import missing
 from l0prune.errors import NothingToPrune, UsageError, meant, warn
 from l0prune.features.loadable.programs import PROGRAMS, Rules
 from l0prune.plan.branch import KIND
@@ -409,7 +410,8 @@ def loadable(
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:
         known = ", ".join(map(repr, PROGRAMS))
-        raise UsageError(f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}")
+        is_one = f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}"
+        raise UsageError(missing(by) or is_one)
     if not kind:
         raise UsageError(
             f"loadable_by={by!r} is for models of a class in transformers, which its "

@@ -39,20 +39,20 @@ def cut(model, *layers):
     return model
 
 
-def tokenizer(folder, pre_tokenizer, alphabet=(), **special):
+def tokenizer(folder, pre_tokenizer, alphabet=(*LETTERS, "Ġ"), size=VOCABULARY - 10):
     """Train a tokenizer on a few words, and save it as transformers does."""
     from tokenizers import Tokenizer, decoders, models, trainers
 
     known = Tokenizer(models.BPE())
     known.pre_tokenizer, known.decoder = pre_tokenizer, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 10,
+        vocab_size=size,
         special_tokens=["<s>", "</s>"],
-        initial_alphabet=[*(alphabet or [*LETTERS, "Ġ"])],
+        initial_alphabet=[*alphabet],
         show_progress=False,
     )
     known.train_from_iterator(TEXTS, trainer)
-    special = {"bos_token": "<s>", "eos_token": "</s>"} | special
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=known, **special)
     made.save_pretrained(folder)
     return made

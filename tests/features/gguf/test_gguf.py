@@ -5,15 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from llama_server import greedy, log_probabilities, perplexity, runs
+from small_llamas import VOCABULARY, built, cut, tokenizer
 from torch import nn
 
+import l0prune
+from l0prune.errors import CertificateError, L0pruneWarning, UsageError
+
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-import l0prune  # noqa: E402
-from l0prune.errors import CertificateError, L0pruneWarning, UsageError  # noqa: E402
-
-from llama_server import greedy, log_probabilities, perplexity, runs  # noqa: E402
-from small_llamas import VOCABULARY, built, cut, tokenizer  # noqa: E402
-
 EXAMPLE = {"input_ids": torch.arange(14).reshape(2, 7)}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -175,7 +174,10 @@ def test_weights_are_in_their_own_type_by_default(tmp_path):
     [
         (lambda: nn.Linear(2, 2), "Linear is no class of transformers"),
         (lambda: cut(built("qwen3"), (1, 9), (2, 9)), "norm of queries and keys(.|\n)*differ"),
-        (lambda: built("gpt2", n_embd=64, n_head=4), "transformer.wte.weight is no weight of a Llama"),
+        (
+            lambda: built("gpt2", n_embd=64, n_head=4),
+            "transformer.wte.weight is no weight of a Llama",
+        ),
         (lambda: built("llama", rope_parameters=LLAMA3 | {"rope_type": "dynamic"}), "'dynamic'"),
     ],
 )

@@ -3,16 +3,16 @@
 import json
 
 import pytest
+from llama_server import runs, tokenized
+from small_llamas import LETTERS, TEXTS, VOCABULARY, built, tokenizer
 
-pytest.importorskip("gguf", reason="the package gguf is not installed")
+import l0prune
+from l0prune.errors import L0pruneWarning
+from l0prune.features.gguf import tokenizer as known
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 tokenizers = pytest.importorskip("tokenizers")
-import l0prune  # noqa: E402
-from l0prune.errors import L0pruneWarning  # noqa: E402
-from l0prune.features.gguf import tokenizer as known  # noqa: E402
-from llama_server import runs, tokenized  # noqa: E402
-from small_llamas import LETTERS, TEXTS, VOCABULARY, built, tokenizer  # noqa: E402
-from tokenizers import Regex, pre_tokenizers  # noqa: E402
-
+pre_tokenizers = tokenizers.pre_tokenizers
 CHECKED = [
     "the cat sat on the mat",
     "The other's hats, in 1999: 12345 and 7.",
@@ -24,21 +24,26 @@ WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def split(steps):
+    regex = tokenizers.Regex
     made = {"single digits": pre_tokenizers.Digits(True), "bytes": BYTES, "bytes by words": WORDS}
-    parts = [made.get(each) or pre_tokenizers.Split(Regex(each), "isolated") for each in steps]
+    parts = [made.get(each) or pre_tokenizers.Split(regex(each), "isolated") for each in steps]
     return parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
 
 
-def agree(folder, original, path):
-    l0prune.save_gguf(built("llama"), path, tokenizer=folder)
-    assert tokenized(path, CHECKED) == [original(text).input_ids for text in CHECKED]
+def written(model, path, folder):
+    l0prune.save_gguf(model, path, tokenizer=folder)
+    return gguf.GGUFReader(path)
 
 
 @runs
 @pytest.mark.parametrize(("steps", "name"), known._SPLITS.items(), ids=known._SPLITS.values())
 def test_llama_cpp_splits_as_the_original_does(steps, name, tmp_path):
-    original = tokenizer(tmp_path, split(steps), pre_tokenizers.ByteLevel.alphabet()[:VOCABULARY])
-    agree(tmp_path, original, tmp_path / "model.gguf")
+    original = tokenizer(tmp_path, split(steps), pre_tokenizers.ByteLevel.alphabet(), 350)
+    path = tmp_path / "model.gguf"
+    reader = written(built("llama", vocab_size=360), path, tmp_path)
+    assert reader.get_field("tokenizer.ggml.pre").contents() == name
+    assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == 1
+    assert tokenized(path, CHECKED) == [original(text).input_ids for text in CHECKED]
 
 
 def with_bytes(folder, prefix):
@@ -74,7 +79,7 @@ def with_bytes(folder, prefix):
 def test_pairs_merge_by_scores_where_bytes_are_tokens(prefix, tmp_path):
     original, size = with_bytes(tmp_path, prefix)
     model, path = built("llama", vocab_size=size), tmp_path / "model.gguf"
-    l0prune.save_gguf(model, path, tokenizer=tmp_path)
+    assert written(model, path, tmp_path).get_field("tokenizer.ggml.model").contents() == "llama"
     texts = [*CHECKED[:3], "the caté"]
     assert tokenized(path, texts) == [original(text).input_ids for text in texts]
 
