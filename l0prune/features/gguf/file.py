@@ -39,7 +39,7 @@ def save_gguf(
     It is a Llama, Mistral, Qwen2 or Qwen3 of transformers. Its layers may differ in the width of
     their MLPs and in their heads, and may lack attention or MLP; not those of a Qwen3. Before
     anything is written, what llama.cpp's graph computes from the file's tensors is compared with
-    the network, in float32. Then matrices are rounded to ``type``.
+    the network, in float64. Then matrices are rounded to ``type``.
 
     Args:
         small: what ``export`` or ``shrink`` returned, or a model.

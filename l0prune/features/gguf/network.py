@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.configurations import class_of_transformers
-from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.errors import CertificateError, UsageError, in_a_line
-from l0prune.exporting.certify.certificate import TOLERANCE
+from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent
 from l0prune.features.gguf.content import Content, content_of
 from l0prune.running.device import device_of
 
 _LENGTH = 24  # tokens of each text with which a network is compared
+_EXACT = torch.float64
+_ROUNDING = 1e-5  # of rotary frequencies, which networks have in float32
 
 
 def checked(module: nn.Module) -> Content:
@@ -44,8 +45,9 @@ def checked(module: nn.Module) -> Content:
     ids = ids.to(device_of(module))
     with evaluating(module), torch.no_grad():
         inputs = ((), {"input_ids": ids, "use_cache": False})
-        expected, found = call(lent(module, torch.float32), inputs).logits, logits(content, ids)
-    if not expected.is_meta and not difference(expected, found) <= TOLERANCE["float32"]:
+        expected = output_of(lent(module, _EXACT), inputs, _EXACT).logits
+        found = logits(content, ids)
+    if not expected.is_meta and not difference(expected, found) <= _ROUNDING:
         raise CertificateError(
             "llama.cpp would compute something else, so no GGUF file is written: the network's own "
             "code does more than a Llama's does with these weights"
@@ -54,7 +56,7 @@ def checked(module: nn.Module) -> Content:
 
 
 def logits(content: Content, ids: Tensor) -> Tensor:
-    """Return what llama.cpp's graph of this architecture computes, in float32."""
+    """Return what llama.cpp's graph of this architecture computes, in float64."""
     read = _Reader(content)
     x = F.embedding(ids, read("token_embd.weight"))
     counts = (content.by_layer(f"attention.head_count{kind}") for kind in ("", "_kv"))
@@ -70,13 +72,13 @@ def logits(content: Content, ids: Tensor) -> Tensor:
 
 
 class _Reader:
-    """Tensors of a content, each in float32 when it is used."""
+    """Tensors of a content, each in float64 when it is used."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
 
     def __call__(self, name: str) -> Tensor:
-        return self.content.tensors[name].detach().float()
+        return self.content.tensors[name].detach().to(_EXACT)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a linear layer, with its bias if it has one."""
@@ -110,12 +112,12 @@ def _rotation(read: _Reader, size: int, length: int) -> Callable[[Tensor], Tenso
     """Return the rotation of heads by their positions."""
     content = read.content
     device = content.tensors["token_embd.weight"].device
-    powers = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
-    speeds = content.numbers["rope.freq_base"] ** -powers
+    powers = torch.arange(0, size, 2, device=device).float() / size
+    speeds = (1.0 / content.numbers["rope.freq_base"] ** powers).to(_EXACT)
     if "rope_freqs.weight" in content.tensors:
         speeds = speeds / read("rope_freqs.weight")
     angles = torch.arange(length, device=device)[:, None] * speeds
-    turned = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    turned = torch.polar(torch.ones_like(angles), angles)
     are_neighbours = content.architecture in ("llama", "deci")
 
     def rotated(x: Tensor) -> Tensor:
