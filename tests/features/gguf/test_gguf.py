@@ -1,6 +1,7 @@
 """GGUF files: run by llama.cpp itself, whose answers are those of the network."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -223,3 +224,16 @@ def test_an_export_is_saved_by_suffix_and_layers_of_a_qwen3_stay_alike(words, tm
     reader = gguf.GGUFReader(tmp_path / "small.Q8_0.gguf")
     assert number(reader, "feed_forward_length") == ("qwen3", 48)
     assert reader.get_field("tokenizer.ggml.model").contents() == "gpt2"
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_file_of_the_suffix(done, refused, words, tmp_path):
+    dense = tmp_path / "dense"
+    built("llama").save_pretrained(dense)
+    shutil.copytree(words, dense, dirs_exist_ok=True)
+    given = (f"transformers:{dense}", "--input", "input_ids=2x7:int64", "--out", "small.gated.pt")
+    done("gate", *given, "--loadable-by", "gguf")
+    assert ".gguf" in refused(2, "export", "--gguf", "small.bin")
+    told, _ = done("export", "--gguf", "small.F16.gguf", "--no-report", "--json")
+    assert told["files"] == ["small.F16.gguf"]
+    assert number(gguf.GGUFReader(tmp_path / "small.F16.gguf"), "block_count") == ("llama", 2)
