@@ -31,6 +31,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "distillation": ("taught",),
     "example_guess": ("guess_example",),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "gguf": (".gguf", "save_gguf"),
     "half": ("HalfFile",),
     "latency": (
         "LatencyTable",
@@ -84,6 +85,9 @@ class Feature:
         penalties: on the sizes of weights (``features/penalties/shrinkage.py``).
         runtimes: that networks are timed on and made for (``features/latency/runtimes.py``).
         formats: of programs, by the suffix of the file (``exporting/programs.py``).
+        writers: of other files of a network of its own class, by the suffix of the file
+            (``exporting/own_class/writing.py``).
+        programs: that load cuts by themselves (``features/loadable/programs.py``).
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
             and return comparisons for the certificate.
         launchers: of the runs of a sweep (``features/sweep/launchers.py``).
@@ -104,6 +108,8 @@ class Feature:
     penalties: Mapping[str, str] = field(default_factory=dict)
     runtimes: Mapping[str, str] = field(default_factory=dict)
     formats: Mapping[str, str] = field(default_factory=dict)
+    writers: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
     file_checks: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
 

@@ -35,7 +35,15 @@ NAMES = {
     "shrink", "shrink_experts", "shrink_vocabulary", "survey",
     "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip
-ASKED_FOR = ("names", "commands", "functions", "sources", "runtimes", "formats")  # by a user
+ASKED_FOR = (
+    "names",
+    "commands",
+    "functions",
+    "sources",
+    "runtimes",
+    "formats",
+    "writers",
+)  # by a user
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 

@@ -113,6 +113,7 @@ def export(
     pretrained: options.Pretrained = None,
     code: Code = False,
     vllm: options.Vllm = None,
+    write: options.Written = None,
     opset: Opset = None,
     external_data: ExternalData = False,
     int8: InInt8 = False,
@@ -141,11 +142,12 @@ def export(
         l0prune export --onnx --pretrained small
     """
     _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
+    check_writers(write)
     path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
-    onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm))
+    onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm, write))
     given = (data, data_root, info, path, trust_pickle)
     examples = _examples("--int8", *given) if int8 else None
     held_out = _examples("--exits", *given) if exits else None
@@ -163,6 +165,7 @@ def export(
         for ending in endings + [STATE] * (state or small.in_parts):
             files += small.save(f"{stem}{ending}", model=built_by)
         loads = folders(small, pretrained, vllm, built_by, code=code)
+        files += [file for each in write or () for file in small.save(each)]
         early = _choose_exits(small, held_out, exits) if exits else None
         files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
         files += [l0prune.save_skipping(small, f"{stem}.skipping{ONNX}")] if skipping else []
@@ -198,6 +201,14 @@ def _check_flags(*, half_io: bool, code: bool) -> None:
         raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
     if code:
         raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
+
+
+def check_writers(files: Iterable[Path] | None) -> None:
+    """Raise UsageError for a file of whose suffix there is no writer."""
+    from l0prune.exporting.own_class.writing import WRITERS  # loads torch
+
+    for file in files or ():
+        WRITERS.named(file.suffix)
 
 
 def say_written(files: Iterable[Path], loads: str, json: bool) -> None:

@@ -35,7 +35,7 @@ _GROUPS = {
         "distributed", "threads",
     ),
     "Output": (
-        "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "opset",
+        "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "write", "opset",
         "external_data", "int8", "dtype", "half_io", "exits", "timed", "html", "run",
         "skipping", "out", "report", "json",
     ),

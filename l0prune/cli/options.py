@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
+from l0prune.doors import behind
 from l0prune.errors import UsageError
 from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
@@ -93,7 +94,7 @@ Uniform = Annotated[
 ]
 LoadableBy = Annotated[
     str | None,
-    typer.Option(help="Gate only what this program loads by itself: transformers, vllm."),
+    typer.Option(help="Gate only what this program loads by itself: transformers, vllm, gguf."),
 ]
 Outputs = Annotated[
     list[str] | None,
@@ -111,6 +112,16 @@ Pretrained = Annotated[
 Vllm = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write the folder that vLLM serves, of a Llama."),
+]
+Written = Annotated[
+    list[Path] | None,
+    typer.Option(
+        *(f"--{suffix.lstrip('.')}" for suffix in dict(behind("writers"))),
+        "--write",
+        metavar="FILE",
+        help="Write this file, too, in the format that its suffix says: "
+        f"{', '.join(dict(behind('writers'))) or 'none is installed'}.",
+    ),
 ]
 WithReport = Annotated[
     bool,

@@ -30,7 +30,7 @@ from l0prune.exporting.onnx.times import DenseNetwork
 from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart, check_opset
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
-from l0prune.exporting.own_class.writing import shortened, write_folder
+from l0prune.exporting.own_class.writing import WRITERS, shortened, write_folder
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.programs import FORMATS, Format, write_program
 from l0prune.exporting.state import check_kept
@@ -260,6 +260,7 @@ class Export(Outcome):
 
         ``.pte`` is a program for ExecuTorch and ``.tflite`` one for LiteRT, for one example where
         the batch is free; its runtime runs it first, and the certificate gains the comparison.
+        ``.gguf`` is a file for llama.cpp (``save_gguf``).
 
         A state_dict's file is a dict of ``state_dict`` and ``manifest``, a JSON text: shapes of
         tensors, changed attributes of modules, what builds the class, and under ``rebuild``
@@ -283,6 +284,10 @@ class Export(Outcome):
         """
         if FORMATS.knows(suffix := Path(path).suffix):
             return self._save_program(FORMATS.named(suffix), path)
+        if WRITERS.knows(suffix):
+            self._look()
+            WRITERS.named(suffix)(Path(path), self.module)
+            return (Path(path),)
         if suffix == ".pt2":
             for piece in self.pieces:
                 save = partial(torch.export.save, piece.program)

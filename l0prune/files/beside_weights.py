@@ -30,7 +30,7 @@ def bring_along(model: nn.Module, folder: Path) -> str:
         FileError: a file cannot be read.
     """
     source = str(getattr(model, "name_or_path", None) or "")
-    place = _folder_of(source)
+    place = source_folder(source)
     paths = sorted(place.iterdir()) if place is not None else []
     found = [path for path in paths if path.is_file() and _is_wanted(path.name)]
     for path in found:
@@ -47,7 +47,7 @@ def bring_along(model: nn.Module, folder: Path) -> str:
     )
 
 
-def _folder_of(source: str) -> Path | None:
+def source_folder(source: str) -> Path | None:
     """Return the folder of a model by its name, in the hub's cache for one of the hub."""
     if not source:
         return None

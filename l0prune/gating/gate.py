@@ -130,7 +130,8 @@ def gate(
         uniform: keep one share of the width of all layers, which follows from the budget.
         loadable_by: gate only what this program can load by itself, and warn of what stays whole:
             ``"transformers"``, which has one number for all layers (``save_pretrained``); or of a
-            Llama ``"vllm"``, which has a width for each MLP (``Export.save_vllm``).
+            Llama ``"vllm"``, which has a width for each MLP (``Export.save_vllm``), or ``"gguf"``,
+            llama.cpp's format, which has heads for each attention, too (``save_gguf``).
         outputs: names of the outputs that matter, or globs: ``"logits"``, ``"output_0"`` of a
             tuple. Scores, compensation, fidelity and tolerances look at these alone; all outputs
             are computed exactly. By default those that a model of transformers is for, its logits

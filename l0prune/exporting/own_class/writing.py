@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import attention_of, auto_classes
 from l0prune.capture.configurations import changed, numbers_in, quietly
+from l0prune.doors import Registry
 from l0prune.errors import L0pruneError, in_a_line
 from l0prune.exporting.own_class.origin import (
     Trials,
@@ -37,6 +38,8 @@ from l0prune.files.tensor_file import SAVE, each_once, write_tensors
 
 NAME, CONFIG = "l0prune_model.py", "config.json"
 Value = TypeVar("Value")
+WRITERS: Registry[Callable[[Path, nn.Module], object]] = Registry("format", "writers")
+"""Writers of files in other formats, by suffix: functions of the path and the network."""
 Renamed = Callable[[str], str]  # from an old name to the new one; empty if it is removed
 
 

@@ -25,15 +25,15 @@ from l0prune.capture.configurations import (
     Dim,
     Field,
     class_of_transformers,
-    configuration_of,
     numbers_in,
     sizes_of,
 )
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
+from l0prune.doors import missing
 from l0prune.errors import NothingToPrune, UsageError, meant, warn
-from l0prune.features.loadable.llama import llama_class, llama_settings, why_no_llama
+from l0prune.features.loadable.programs import PROGRAMS, Rules
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import CostModel
 from l0prune.plan.divisor import Divisor
@@ -41,11 +41,6 @@ from l0prune.plan.layout import Cat, Const, Layout, Prod, Slots, axes_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
 
-# Numbers that may differ by layer, for each program.
-PROGRAMS: Mapping[str, frozenset[Field]] = {
-    "transformers": frozenset(),
-    "vllm": frozenset({("intermediate_size",)}),
-}
 _MANY = 32  # slots, above which widths are tried in steps only
 Group = tuple[int, int, str]  # its first axis, and size and kind of all
 
@@ -56,8 +51,7 @@ class Loadable:
 
     Attributes:
         configured: the model's class, by its configuration.
-        by_layer: the numbers that may differ by layer; if there are any, branches may be removed
-            one by one, except the first.
+        rules: what the program can say.
         whole: why axes stay whole, by number.
         fixed: why numbers of the configuration stay as they are.
     """
@@ -65,12 +59,12 @@ class Loadable:
     plan: Plan
     model: nn.Module
     configured: Configured
-    by_layer: frozenset[Field] = frozenset()
+    rules: Rules
     whole: dict[int, str] = field(default_factory=dict)
     fixed: dict[Field, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        plan = self.plan
+        plan, self.by_layer = self.plan, self.rules.by_layer
         self.slots = {n for n, axis in enumerate(plan.axes) if axis.kind != KIND}
         sizes = sizes_of(self.model)
         cut = {sizes[dim] for dim, layout in self._dims() if self._axes(layout)}
@@ -83,6 +77,7 @@ class Loadable:
         self.follows = {dim: frozenset(of) for dim, of in follows.items()}
         used = frozenset().union(*self.follows.values())
         self.fields = {name: value for name, value in fields.items() if name in used}
+        self.fixed.update(self.rules.fixed)
 
     def _axes(self, layout: Layout) -> frozenset[int]:
         return axes_of(layout) & self.slots
@@ -323,7 +318,7 @@ class Loadable:
     def layers(self) -> list[tuple[str, ...]]:
         """Return the branches that can be removed: all branches of a whole layer together.
 
-        If layers may differ, each alone, except the first: vLLM begins its stream there.
+        If layers may differ, each alone, if need be except the first.
         """
         named: dict[str, list[str]] = defaultdict(list)
         gated = {axis.name for axis in self.plan.axes if axis.kind == KIND}
@@ -332,8 +327,9 @@ class Loadable:
             if path and branch.name in gated:
                 named[path].append(branch.name)
         if self.by_layer:
-            first = next(branch.name for branch in self.plan.branches)
-            return [(name,) for names in named.values() for name in names if name != first]
+            alone = [(name,) for names in named.values() for name in names]
+            first = next((branch.name for branch in self.plan.branches), "")
+            return [each for each in alone if each != (first,) or not self.rules.keeps_first]
         # Tensors that a forward makes are among the plan's, and are no parameters.
         held = {self.plan.aliases.get(name, name) for name, _ in self.model.named_parameters()}
         return [
@@ -414,14 +410,15 @@ def loadable(
     kind = class_of_transformers(type(model))
     if by not in PROGRAMS:
         known = ", ".join(map(repr, PROGRAMS))
-        raise UsageError(f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}")
+        is_one = f"loadable_by is one of {known}, not {by!r}{meant(by, PROGRAMS)}"
+        raise UsageError(missing(by) or is_one)
     if not kind:
         raise UsageError(
             f"loadable_by={by!r} is for models of a class in transformers, which its "
             f"configuration builds; this is a {type(model).__qualname__}"
         )
-    configured = _configured(model, by, example)
-    found = Loadable(plan, model, configured.with_numbers(), PROGRAMS[by])
+    said = PROGRAMS[by](model, example)
+    found = Loadable(plan, model, said.configured.with_numbers(), said)
     for layout in ours:
         found.leave_whole(
             axes_of(layout) & found.slots, "without it takes a layer of l0prune's own"
@@ -445,19 +442,6 @@ def loadable(
     return result
 
 
-def _configured(model: nn.Module, by: str, example: Inputs) -> Configured:
-    """Return the class that the program builds, by its configuration of this model."""
-    if by != "vllm":
-        return Configured(type(model), configuration_of(model))
-    if why := why_no_llama(model, example):
-        raise UsageError(
-            f"vLLM's class for layers that differ, DeciLMForCausalLM, computes what a Llama does: "
-            f"{why}. With loadable_by='transformers' layers stay alike, and vLLM loads the result "
-            "if it has a class for this model"
-        )
-    return Configured(llama_class(), llama_settings(model))
-
-
 def _reasons(found: Loadable, most: int = 4) -> str:
     """List the axes that stay whole and why, those of one reason and of like names together."""
     texts: dict[tuple[str, str], str] = {}
@@ -477,9 +461,11 @@ def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
     )
     branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
     alone = len(branches - set(result.names))
-    which = "The first branch has" if found.by_layer else "Branches that are no whole layer have"
+    first = found.rules.keeps_first
+    which = "The first branch has" if first else "Branches that are no whole layer have"
     blocks = f" {which} no gate: {alone}." if alone else ""
-    own = f" but for {_names(found.by_layer)}, of which each has its own" * bool(found.by_layer)
+    differing = found.by_layer - found.fixed.keys()
+    own = f" but for {_names(differing)}, of which each has its own" * bool(differing)
     whole = f" These stay whole: {_reasons(found)}." if found.whole else ""
     warn(
         f"for {by} to load the result by itself, layers keep one width{own}, and gates reach "

@@ -108,7 +108,7 @@ class GateSection(_Section):
     )
     loadable_by: str | None = Field(
         defaults.LOADABLE_BY,
-        description='Gate only what this program loads by itself: "transformers" or "vllm".',
+        description='Gate only what this program loads by itself: "transformers", "vllm", "gguf".',
     )
     outputs: list[str] = Field(
         list(defaults.OUTPUTS),

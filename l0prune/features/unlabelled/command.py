@@ -9,7 +9,7 @@ import typer
 
 import l0prune
 from l0prune.cli import options
-from l0prune.cli.export import Onnx, Timed, folders, say_written
+from l0prune.cli.export import Onnx, Timed, check_writers, folders, say_written
 from l0prune.cli.messages import emit, err
 from l0prune.cli.opening import (
     free_dims,
@@ -81,6 +81,7 @@ def shrink(
     out: Out = None,
     pretrained: options.Pretrained = None,
     vllm: options.Vllm = None,
+    write: options.Written = None,
     timed: Timed = True,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
@@ -90,7 +91,7 @@ def shrink(
     The budget is divided over the layers, slots are cut, and the remaining weights compensate for
     the removed ones. The ONNX file is proven to compute what the cut model does; its difference
     from the original is measured on held-out inputs. --pretrained and --vllm write a folder
-    instead, and with --onnx both are written.
+    instead, --gguf a file for llama.cpp; with --onnx both are written.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
@@ -100,6 +101,7 @@ def shrink(
     budget = with_speed(budget, faster)
     if bool(budget) == (tolerance is not None):
         raise UsageError("give --faster 2, --budget macs=0.5, or --tolerance 1% in its place")
+    check_writers(write)
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
@@ -125,6 +127,7 @@ def shrink(
         )
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
+        files += tuple(file for each in write or () for file in small.save(each))
         if onnx or out or not files:
             files += small.save_onnx(output_path(out, spec, ".small.onnx"), time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}

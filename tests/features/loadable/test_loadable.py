@@ -154,7 +154,7 @@ def test_what_it_cannot_be_is_refused():
     with pytest.raises(UsageError, match=r"is for models of a class in transformers.*a Sequential"):
         l0prune.gate(plain, torch.randn(2, 4), loadable_by="transformers")
     with pytest.raises(
-        UsageError, match=r"loadable_by is one of 'transformers', 'vllm', not 'ollama'"
+        UsageError, match=r"loadable_by is one of 'transformers', 'vllm', 'gguf', not 'ollama'"
     ):
         l0prune.gate(plain, torch.randn(2, 4), loadable_by="ollama")
     model = built("bert")
