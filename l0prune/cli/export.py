@@ -21,7 +21,7 @@ from l0prune.cli.opening import (
     with_step,
 )
 from l0prune.cli.project import newest, output_path
-from l0prune.doors import provided
+from l0prune.doors import behind, no_such, provided
 from l0prune.errors import FileError, UsageError
 from l0prune.progress.display import shown
 
@@ -205,10 +205,10 @@ def _check_flags(*, half_io: bool, code: bool) -> None:
 
 def check_writers(files: Iterable[Path] | None) -> None:
     """Raise UsageError for a file of whose suffix there is no writer."""
-    from l0prune.exporting.own_class.writing import WRITERS  # loads torch
-
+    known = [suffix for suffix, _ in behind("writers")]
     for file in files or ():
-        WRITERS.named(file.suffix)
+        if file.suffix not in known:
+            raise no_such("format", file.suffix, known)
 
 
 def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
