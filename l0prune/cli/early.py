@@ -59,9 +59,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             names.check_criterion(name, kind)
     if "target" in settings:
         check_target(settings["target"])
-    start = settings.get("start")
-    if start is not None and start not in (*STARTS, *names.SCORES):
-        names.check_score(start, (*STARTS, *names.SCORES))
+    if "start" in settings:
+        names.check_score(settings["start"], (*STARTS, *names.SCORES))
 
 
 def _units() -> dict[str, Mapping[str, float]]:

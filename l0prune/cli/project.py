@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from l0prune.errors import UsageError, meant
+from l0prune.errors import UsageError, meant, unknown
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import RECIPES, makers
 
@@ -161,4 +161,4 @@ def find_recipe(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted(path.stem for path in RECIPES.glob("*.toml"))
-    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
+    raise unknown(f"there is no recipe {name!r}", name, known, " and files of your own")

@@ -41,7 +41,7 @@ class _WrongGraph(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a trial failed: the operator at which it did, if known, and the error's text."""
+    """Failure of a trial: the operator at which it did, if known, and the error's text."""
 
     node: Node | None
     text: str

@@ -84,7 +84,7 @@ class CutFacts:
 
 @dataclass(frozen=True)
 class Speedup:
-    """What a file is worth in time: asked for, measured, and the ideal by MACs.
+    """Speedup of a file: asked for, measured, and the ideal by MACs.
 
     Attributes:
         asked: the budgets that the gates met, as text; empty without any.

@@ -1,4 +1,4 @@
-"""What llama.cpp can say of a cut network, for ``gate(…, loadable_by="gguf")``."""
+"""Cuts that llama.cpp can express, for ``gate(…, loadable_by="gguf")``."""
 
 from __future__ import annotations
 

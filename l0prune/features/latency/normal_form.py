@@ -50,8 +50,7 @@ def _fold(model: ModelProto) -> None:
         graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
     del graph.node[:]
     graph.node.extend(left)
-    needed = {name for node in left for name in node.input} | {each.name for each in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in needed]
+    kept = [tensor for tensor in graph.initializer if tensor.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
 

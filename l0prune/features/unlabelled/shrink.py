@@ -168,7 +168,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """What the nearness of two networks is measured by."""
+    """Measure of the nearness of two networks, on held-out inputs."""
 
     batches: list[Any]
     classes: Classes
