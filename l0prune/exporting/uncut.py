@@ -12,7 +12,8 @@ from torch.export import ExportedProgram
 
 from l0prune.capture.sizes import Inputs
 from l0prune.exporting.certify.answers import output_of
-from l0prune.exporting.certify.difference import comparable, differences
+from l0prune.exporting.certify.certificate import RuntimeRounding
+from l0prune.exporting.certify.difference import common_scales, comparable, differences
 from l0prune.exporting.certify.dtypes import (
     CPU,
     cast,
@@ -32,25 +33,28 @@ Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
 
 
 @stage("measuring how much the runtime rounds")
-def rounding_in(run: Run, original: ReferenceType[nn.Module] | None) -> list[float]:
+def rounding_in(run: Run, original: ReferenceType[nn.Module] | None) -> RuntimeRounding:
     """Return the error of each output where a runtime runs the network's program in float32.
 
     Empty where that is unknown: the user's model is gone or without gates, or the runtime fails.
     """
     model = original() if original is not None else None
     if model is None:
-        return []
+        return RuntimeRounding()
     with suppress(Exception):  # each runtime has its own
         network = copies_of(model)
         stays = torch.ones_like(network.z, dtype=torch.bool)
         tensors = cut_by_plan(network.plain, KeptSlots(network.plan, network.z, stays))
         if tensors is None:
-            return []
+            return RuntimeRounding()
         whole = placed(resized(network.plain, {}, tensors), CPU)
         exact = output_of(lent(whole, torch.float64), network.example, torch.float64)
         inputs = cast(network.example, torch.float32)
         program = reexport(converted(whole, torch.float32), inputs, dynamic=False).program
         if not casts_to_less(program.graph_module, torch.float32):
             expected = [leaf for leaf in comparable(exact) if isinstance(leaf, Tensor)]
-            return differences(expected, run(program, inputs))
-    return []
+            plain = lent(placed(network.plain, CPU), torch.float64)
+            opened = output_of(plain, network.example, torch.float64)
+            errors = differences(expected, run(program, inputs))
+            return RuntimeRounding(errors, common_scales([opened]))
+    return RuntimeRounding()

@@ -6,6 +6,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
+from l0prune.exporting.certify.certificate import RuntimeRounding
 from l0prune.exporting.onnx import file, writing
 from l0prune.exporting.uncut import rounding_in
 
@@ -94,7 +95,7 @@ def test_it_is_the_gated_network_that_is_run(gated, small):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         return [found]
 
-    (error,) = rounding_in(run, piece.original)
+    (error,) = rounding_in(run, piece.original).errors
     assert seen == [[(3,), (3, 16), (16,), (16, 6)]]
     assert 0 < error < 1e-6
 
@@ -102,5 +103,48 @@ def test_it_is_the_gated_network_that_is_run(gated, small):
 def test_without_the_model_it_is_unknown(gated, small):
     (piece,) = small.pieces
     l0prune.ungate(gated)
-    assert rounding_in(lambda program, inputs: [], piece.original) == []
-    assert rounding_in(lambda program, inputs: [], None) == []
+    assert rounding_in(lambda program, inputs: [], piece.original) == RuntimeRounding()
+    assert rounding_in(lambda program, inputs: [], None) == RuntimeRounding()
+
+
+@pytest.fixture
+def vanishing():
+    """A gated network whose probabilities are 0.1 to 1 with open gates, and 1e-8 when cut."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3), nn.Sigmoid())
+    with torch.no_grad():
+        net[0].bias.fill_(8.0)
+        net[2].weight.fill_(1 / 8).add_(torch.randn(3, 16) / 50)
+        net[2].bias.fill_(-18.5)
+    l0prune.gate(net, (torch.randn(4, 6),))
+    with torch.no_grad():
+        l0prune.gates(net).log_alpha[:14] = -9
+    return net
+
+
+def test_a_runtimes_sigmoid_beside_probabilities_that_vanish(vanishing, tmp_path):
+    small = l0prune.export(vanishing)
+    small.save_onnx(tmp_path / "net.onnx")
+    worst = small.certificate.worst("onnx", "float32")
+    assert worst > 1e-3, "the runtime's sigmoid is not right to the last place of 1e-8"
+
+
+def test_a_fault_beside_probabilities_that_vanish(vanishing, monkeypatch, tmp_path):
+    """The error is one that shows on the scale of the network with open gates."""
+    small = l0prune.export(vanishing)
+    exact = file.Session.__call__
+
+    def faulty(session, inputs):
+        return [each + 1e-6 for each in exact(session, inputs)]
+
+    known = writing.outputs_of
+
+    def of_uncut(program, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(file.Session, "__call__", exact)
+            return known(program, inputs)
+
+    monkeypatch.setattr(writing, "outputs_of", of_uncut)
+    monkeypatch.setattr(file.Session, "__call__", faulty)
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        small.save_onnx(tmp_path / "net.onnx")

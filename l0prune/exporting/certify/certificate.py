@@ -42,9 +42,26 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # beyond it an error counts as rounding only up to what was measured of the model itself.
 LARGEST = 1e-4
 _LARGEST_OWN = 1e-3  # and no more than this, beyond which float32 proves nothing
-_LARGEST_MEASURED = 1e-2  # an error of more is none of rounding
+# Cut far down, a network's outputs may vanish beside those it has with all gates open. A runtime's
+# sigmoid, say, is right to a unit in the last place of 1, so that units of these are rounding, too.
+_UNIT = 4 * 2**-24
 
-Rounding = Callable[[], Sequence[float]]  # measures that of each output
+
+
+@dataclass(frozen=True)
+class RuntimeRounding:
+    """Rounding of the gated network's outputs in a runtime.
+
+    Attributes:
+        errors: of each output tensor, relative to its largest value.
+        open_scales: the largest value of each with all gates open.
+    """
+
+    errors: Sequence[float] = ()
+    open_scales: Sequence[float] = ()
+
+
+OwnRounding = Callable[[], RuntimeRounding]
 
 MODEL: tuple[str, ...] = ("graph", "class")  # kinds of module that the user gets
 
@@ -287,7 +304,7 @@ def compare_file(
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
     read: Callable[[Inputs], list[Any]] = tensors_in,
-    own: Rounding = tuple,
+    own: OwnRounding = RuntimeRounding,
 ) -> list[Check]:
     """Compare a file in its runtime with the gated model, or a part of it, in float32.
 
@@ -302,7 +319,7 @@ def compare_file(
 
 
 def compare_run(
-    what: str, answer: Answer, found: Sequence[Tensor], part: str = "", own: Rounding = tuple
+    what: str, answer: Answer, found: Sequence[Tensor], part: str = "", own: OwnRounding = RuntimeRounding
 ) -> Check:
     """Compare a file's outputs with the gated model's, or a part's, in float32."""
     return _check(what, answer.of_tensors(), found, torch.float32, part, own)
@@ -314,7 +331,7 @@ def _check(
     found: Any,
     dtype: torch.dtype,
     part: str = "",
-    own: Rounding = tuple,
+    own: OwnRounding = RuntimeRounding,
 ) -> Check:
     errors = differences(answer.at(dtype), found, answer.scales)
     error, allowed, rounding = _judged(answer, errors, dtype, own)
@@ -346,7 +363,7 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _judged(
-    answer: Answer, errors: Sequence[float], dtype: torch.dtype, own: Rounding
+    answer: Answer, errors: Sequence[float], dtype: torch.dtype, own: OwnRounding
 ) -> tuple[float, float, float | None]:
     """Return the error that decides, the tolerance for it, and the rounding in float32.
 
@@ -358,14 +375,17 @@ def _judged(
         return error, usual, None
     alone = answer.rounding
     allowed = min(2 * alone, LARGEST) if 2 * alone > usual else usual
-    if not allowed < error <= _LARGEST_MEASURED:
+    if not allowed < error < math.inf:
         return error, allowed, alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
-    most = answer.roundings
-    for measure in (answer.measured, own):
-        measured = measure()
-        if len(measured) == len(most):
-            most = list(map(max, most, measured))
-        each = [max(_allowed(rounding), usual) for rounding in most]
+    most, each = answer.roundings, [0.0] * len(errors)
+    for measure in (lambda: RuntimeRounding(answer.measured()), own):
+        found = measure()
+        if len(found.errors) == len(most):
+            most = list(map(max, most, found.errors))
+        pairs = zip(found.open_scales, answer.scales, strict=False)
+        units = [_UNIT * a / b if b else 0.0 for a, b in pairs]
+        units += [0.0] * (len(most) - len(units))
+        each = [max(_allowed(r), usual, min(TIMES * r, u)) for r, u in zip(most, units)]
         if all(e <= a for e, a in zip(errors, each, strict=True)):
             break
     judged = zip(errors, each, most, strict=True)
