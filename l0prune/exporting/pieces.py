@@ -26,6 +26,7 @@ from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restored
+from l0prune.exporting.certify.free_shapes import shapes_hold
 from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
@@ -155,10 +156,7 @@ class Whole:
         own = self.free.sizes(self.example)
         fixed = {name: size for name, size in own.items() if name not in made.free}
         answers = [a for a in answers if fixed.items() <= self.free.sizes(a.inputs).items()]
-        # torch.export specializes a size of 1
-        answers = [
-            a for a in answers if 1 not in free.sizes(a.inputs).values() or _holds(single, a)
-        ]
+        answers = [a for a in answers if _holds(single, free, a)]
         if not answers:  # the module was compared with the gated one at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
@@ -299,8 +297,21 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
 
 
-def _holds(single: ExportedProgram, answer: Answer) -> bool:
-    """Return whether the float32 program computes the answer; False if it cannot run."""
+def _holds(single: ExportedProgram, free: FreeSizes, answer: Answer) -> bool:
+    """Return whether the float32 program is right at the free sizes of an answer's inputs.
+
+    torch.export specializes a size of 1, so that the program is run there.
+    """
+    leaves = zip(inputs_of(single), pytree.tree_leaves(answer.inputs), strict=True)
+    found = [
+        (given.shape[dim], leaf.shape[dim])
+        for number, (given, leaf) in enumerate(leaves)
+        for dim in free.of(number)
+    ]
+    if not shapes_hold(single.graph, found):
+        return False
+    if all(size != 1 for _, size in found):
+        return True
     try:
         apart = copied(single.module(check_guards=False))  # it may write into its buffers
         found = output_of(apart, answer.inputs, torch.float32)

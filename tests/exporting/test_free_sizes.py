@@ -67,6 +67,28 @@ def test_an_image_of_any_size(is_graph, tmp_path):
             torch.testing.assert_close(written[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
+class Pyramid(nn.Module):
+    """Sums of features at two scales: of a side of 1 they are broadcast instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(3, 6, stride=2), conv(6, 6, stride=2)
+        self.out = nn.Conv2d(6, 2, 1)
+
+    def forward(self, image):
+        fine = self.a(image).relu()
+        coarse = nn.functional.interpolate(self.b(fine).relu(), scale_factor=2)
+        return self.out((fine + coarse).tanh() + coarse)
+
+
+def test_a_size_at_which_a_model_broadcasts(tmp_path):
+    """Such sizes are not compared: the graph, and a file, take operands for equally large."""
+    _, small = cut(Pyramid(), torch.randn(2, 3, 16, 16), ({2: "h", 3: "w"},))
+    small.save_onnx(tmp_path / "net.onnx", time=False)
+    sides = {tuple(answer.inputs[0][0].shape[2:]) for answer in small.pieces[0].answers}
+    assert sides == {(16, 16), (32, 32)}
+
+
 def test_a_text_of_any_length_with_its_mask():
     def forward(m, ids, mask):
         h = m.embed(ids) * mask[..., None]

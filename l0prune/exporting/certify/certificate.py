@@ -47,7 +47,6 @@ _LARGEST_OWN = 1e-3  # and no more than this, beyond which float32 proves nothin
 _UNIT = 4 * 2**-24
 
 
-
 @dataclass(frozen=True)
 class RuntimeRounding:
     """Rounding of the gated network's outputs in a runtime.
@@ -319,7 +318,11 @@ def compare_file(
 
 
 def compare_run(
-    what: str, answer: Answer, found: Sequence[Tensor], part: str = "", own: OwnRounding = RuntimeRounding
+    what: str,
+    answer: Answer,
+    found: Sequence[Tensor],
+    part: str = "",
+    own: OwnRounding = RuntimeRounding,
 ) -> Check:
     """Compare a file's outputs with the gated model's, or a part's, in float32."""
     return _check(what, answer.of_tensors(), found, torch.float32, part, own)
