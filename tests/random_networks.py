@@ -598,9 +598,8 @@ class Author:
 
 ALL_KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
 ALL_KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat", "residual"]
-# Left to the slow tests: torch compiles a condition whenever it runs, and what torch asserts of a
-# number of positions keeps steps alive that nobody reads, whose axes are pinned then.
-KINDS = [n for n in ALL_KINDS if n not in ("condition", "boolean", "state", "resized")]
+# torch compiles a condition whenever it runs, which takes long: left to the slow tests.
+KINDS = [name for name in ALL_KINDS if name != "condition"]
 
 
 def written(choose, steps, kinds=None):

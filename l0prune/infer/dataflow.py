@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
 
-from torch import Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
 from l0prune.capture.compat import schema_of
@@ -209,24 +209,57 @@ def drop_unneeded(graph: Graph) -> None:
     """Remove the calls whose results and writes no output, buffer or input needs.
 
     torch's own elimination keeps every write and all operators that may draw random numbers, with
-    attention among them. Here a draw stays where a later one would give other numbers without it.
+    attention among them. Here a draw stays where a later one would give other numbers without it,
+    and an assertion of sizes where the tensors do that it measures.
     """
     memory, needed, is_drawn_later = Memory(graph), set[Node](), False
+    told = _assertions_of_sizes(graph)
     for node in reversed(graph.nodes):
-        is_needed = _has_effect(node, memory) or (is_drawn_later and draws(node))
+        has_effect = node not in told and _has_effect(node, memory)
+        is_needed = has_effect or (is_drawn_later and draws(node))
         if is_needed or not needed.isdisjoint(memory.readers(node)):
             needed.add(node)
             is_drawn_later |= draws(node)
+    stays = set(needed)
+    for node in graph.nodes:
+        if (node in told or _is_number(node)) and stays.issuperset(node.all_input_nodes):
+            stays.add(node)
     for node in reversed(graph.nodes):
-        is_told = is_assertion(node) and needed.issuperset(node.all_input_nodes)
+        is_told = node in stays and (node in told or bool(node.users))
         if node not in needed and not is_told:
             graph.erase_node(node)
+
+
+_MEASURES = ("aten.sym_size", "aten.sym_numel", "aten.sym_stride", "aten.sym_storage_offset")
+
+
+def _assertions_of_sizes(graph: Graph) -> set[Node]:
+    """Return the assertions that read no values of tensors."""
+    of_values, found = set[Node](), set[Node]()
+    for node in graph.nodes:
+        reads_values = not of_values.isdisjoint(node.all_input_nodes)
+        if is_assertion(node) and not reads_values:
+            found.add(node)
+        elif _is_number(node) and operator_name(node.target) not in _MEASURES:
+            reads_tensors = any(not _is_number(each) for each in node.all_input_nodes)
+            if reads_values or reads_tensors:
+                of_values.add(node)
+    return found
+
+
+def _is_number(node: Node) -> bool:
+    """Check whether a call computes a number, of sizes or of a tensor's value."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, (*_SYMBOLIC, int, float))
+
+
+_SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
 def _has_effect(node: Node, memory: Memory) -> bool:
     """Check for an output, an assertion of values, or a write into more than a computed value."""
     if not is_writer(node):
-        return bool(node.is_impure(impure_random=False)) and not is_assertion(node)
+        return bool(node.is_impure(impure_random=False))
     aliases = [each.alias_info for each in schema_of(node.target).arguments]
     places = [number for number, alias in enumerate(aliases) if alias and alias.is_write]
     target = written(node) if places == [0] else None

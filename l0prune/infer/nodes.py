@@ -122,12 +122,17 @@ def called(node: Node) -> str:
 
 
 def is_assertion(node: Node) -> bool:
-    """Check for a call that only asserts dtype and strides, as captured before a cast.
+    """Check for a call that only asserts: dtype and strides before a cast, or a number's range.
 
     It is no part of the function.
     """
-    name = "aten._assert_tensor_metadata"
-    return node.op == "call_function" and operator_name(node.target) == name
+    return node.op == "call_function" and operator_name(node.target) in _ASSERTIONS
+
+
+_ASSERTIONS = frozenset({
+    "aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
+    "aten.sym_constrain_range_for_size",
+})  # fmt: skip
 
 
 def draws(node: Node) -> bool:

@@ -115,3 +115,36 @@ def test_what_a_buffer_needs_stays():
     graph = analyse(capture(Counting().eval(), (X,))).captured.program
     assert "aten.square.default" in called(graph)
     assert "aten.add_.Tensor" in called(graph)
+
+
+def test_what_is_asserted_of_a_number_of_positions_is_gone_with_them():
+    """torch asserts 0 <= u0 <= 3 of the positions at which a mask is true."""
+
+    def forward(m, x):
+        m.b(x)[x[:, 0] > 0].exp()
+        return m.a(x)
+
+    captured = analyse(
+        capture(Fn(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 2)).eval(), (X,))
+    ).captured
+    assert captured.unused == ("b.weight", "b.bias")
+    assert called(captured.program) == ["aten.linear.default"]
+
+
+def test_what_is_asserted_of_sizes_that_an_output_has_stays():
+    def forward(m, x):
+        return m.a(x)[x[:, 0] > 0]
+
+    program = analyse(capture(Fn(forward, a=nn.Linear(4, 3)).eval(), (X,))).captured.program
+    assert "aten._assert_scalar.default" in called(program)
+
+
+def test_what_a_model_asserts_of_values_stays():
+    def forward(m, x):
+        torch._check(m.b(x).sum().item() < 1e9)
+        return m.a(x)
+
+    model = Fn(forward, a=nn.Linear(4, 3), b=nn.Linear(4, 2)).eval()
+    captured = analyse(capture(model, (X,))).captured
+    assert not captured.unused
+    assert "aten._assert_scalar.default" in called(captured.program)

@@ -388,7 +388,9 @@ def _judged(
         pairs = zip(found.open_scales, answer.scales, strict=False)
         units = [_UNIT * a / b if b else 0.0 for a, b in pairs]
         units += [0.0] * (len(most) - len(units))
-        each = [max(_allowed(r), usual, min(TIMES * r, u)) for r, u in zip(most, units)]
+        each = [
+            max(_allowed(r), usual, min(TIMES * r, u)) for r, u in zip(most, units, strict=True)
+        ]
         if all(e <= a for e, a in zip(errors, each, strict=True)):
             break
     judged = zip(errors, each, most, strict=True)

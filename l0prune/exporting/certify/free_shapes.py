@@ -1,8 +1,8 @@
 """Sizes of free dims at which the shapes of a captured graph hold.
 
-torch.export takes two sizes that it finds equal for equal ever after. A model may run at sizes where
-they are not, by broadcasting: an image of 1×1 whose features, scaled up, are 2×2. A file says of
-its values what the graph does, and no runtime computes others.
+torch.export takes two sizes that it finds equal for equal ever after. A model may run at sizes
+where they are not, by broadcasting: an image of 1×1 whose features, scaled up, are 2×2. A file says
+of its values what the graph does, and no runtime computes others.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from l0prune.capture.provenance import origin_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
 from l0prune.infer.dataflow import Memory, joined
-from l0prune.infer.nodes import argument, is_assertion, operator_name
+from l0prune.infer.nodes import argument, operator_name
 from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
 from l0prune.infer.rewrites.literals import (
     Sizes,
@@ -144,13 +144,14 @@ def rewritten(graph: Graph, analysis: Analysis, kept: Tensor, layouts: dict[str,
     for join in single:
         pass_on(join)
     for node in list(graph.nodes):
-        if is_assertion(node):
+        if node.op == "call_function" and operator_name(node.target) == _OF_OLD_SIZES:
             graph.erase_node(node)
     _insert_gathers(graph, sizes)
     _pick_shares(graph, analysis, sizes)
     return sizes
 
 
+_OF_OLD_SIZES = "aten._assert_tensor_metadata"
 _KEPT_INPUTS = "kept_inputs_of_"  # prefix of buffers with the indices of picked inputs
 
 
