@@ -351,12 +351,13 @@ def joined(join: Node) -> list[Node]:
 def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[Node, Needs]:
     """Return for each node of a graph the branches under which it is needed.
 
-    ``branch_of(node, user)`` is the name of the branch that ends there, if one does.
+    ``branch_of(node, user)`` is the name of the branch that ends there, if one does. A write into
+    a buffer is needed always, and so is an assertion of values, as ``drop_unneeded`` keeps both.
     """
     found: dict[Node, Needs] = {}
-    memory = Memory(graph)
+    memory, told, later = Memory(graph), _assertions_of_sizes(graph), set[frozenset[str]]()
     for node in reversed(graph.nodes):
-        if node.op == "output":
+        if node.op != "placeholder" and node not in told and _has_effect(node, memory):
             found[node] = ALWAYS
             continue
         wanted = {
@@ -364,6 +365,9 @@ def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[N
             for user in memory.readers(node)
             for each in found[user]
         }
+        if draws(node):
+            wanted |= later
+            later |= wanted
         found[node] = shortest(wanted)
     return found
 

@@ -148,3 +148,27 @@ def test_what_a_model_asserts_of_values_stays():
     captured = analyse(capture(model, (X,))).captured
     assert not captured.unused
     assert "aten._assert_scalar.default" in called(captured.program)
+
+
+class Watching(Counting):
+    """Computes by a layer of its own what it writes into a buffer, and no output needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        self.seen.add_(self.c(self.b(x)).square().mean(0))
+        return self.a(x) * 2
+
+
+def test_what_alone_a_buffer_needs_is_counted():
+    model = l0prune.gate(Watching().eval(), (X,))
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[1] = -9  # of b
+    small = l0prune.export(model)
+    assert [tuple(p.shape) for p in small.module.b.parameters()] == [(4, 4), (4,)]
+    assert small.params == sum(p.numel() for p in small.module.parameters())
+    for _ in range(2):
+        torch.testing.assert_close(small.module(X), model(X))
+        torch.testing.assert_close(small.module.seen, model.seen)
