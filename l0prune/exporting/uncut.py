@@ -33,10 +33,14 @@ Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
 
 
 @stage("measuring how much the runtime rounds")
-def rounding_in(run: Run, original: ReferenceType[nn.Module] | None) -> RuntimeRounding:
+def rounding_in(
+    run: Run, original: ReferenceType[nn.Module] | None, inputs: Inputs
+) -> RuntimeRounding:
     """Return the error of each output where a runtime runs the network's program in float32.
 
-    Empty where that is unknown: the user's model is gone or without gates, or the runtime fails.
+    Networks round more on some inputs than on others: it runs on these ``inputs``, or on its
+    example, if they are those of a part. Empty where that is unknown: the user's model is gone or
+    without gates, or the runtime fails.
     """
     model = original() if original is not None else None
     if model is None:
@@ -48,13 +52,23 @@ def rounding_in(run: Run, original: ReferenceType[nn.Module] | None) -> RuntimeR
         if tensors is None:
             return RuntimeRounding()
         whole = placed(resized(network.plain, {}, tensors), CPU)
-        exact = output_of(lent(whole, torch.float64), network.example, torch.float64)
-        inputs = cast(network.example, torch.float32)
-        program = reexport(converted(whole, torch.float32), inputs, dynamic=False).program
-        if not casts_to_less(program.graph_module, torch.float32):
-            expected = [leaf for leaf in comparable(exact) if isinstance(leaf, Tensor)]
-            plain = lent(placed(network.plain, CPU), torch.float64)
-            opened = output_of(plain, network.example, torch.float64)
-            errors = differences(expected, run(program, inputs))
-            return RuntimeRounding(errors, common_scales([opened]))
+        plain = placed(network.plain, CPU)
+        for given in (inputs, network.example):
+            with suppress(Exception):
+                return _rounding_on(run, whole, plain, given)
     return RuntimeRounding()
+
+
+def _rounding_on(run: Run, whole: nn.Module, plain: nn.Module, given: Inputs) -> RuntimeRounding:
+    exact, opened = (
+        output_of(lent(model, torch.float64), given, torch.float64) for model in (whole, plain)
+    )
+    inputs = cast(given, torch.float32)
+    program = reexport(converted(whole, torch.float32), inputs, dynamic=False).program
+    if casts_to_less(program.graph_module, torch.float32):
+        return RuntimeRounding()
+    expected = [leaf for leaf in comparable(exact) if isinstance(leaf, Tensor)]
+    ones = [1.0] * len(expected)
+    return RuntimeRounding(
+        differences(expected, run(program, inputs), ones), common_scales([opened])
+    )

@@ -95,16 +95,17 @@ def test_it_is_the_gated_network_that_is_run(gated, small):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         return [found]
 
-    (error,) = rounding_in(run, piece.original).errors
+    (error,) = rounding_in(run, piece.original, piece.answers[0].inputs).errors
     assert seen == [[(3,), (3, 16), (16,), (16, 6)]]
     assert 0 < error < 1e-6
 
 
 def test_without_the_model_it_is_unknown(gated, small):
     (piece,) = small.pieces
+    inputs = piece.answers[0].inputs
     l0prune.ungate(gated)
-    assert rounding_in(lambda program, inputs: [], piece.original) == RuntimeRounding()
-    assert rounding_in(lambda program, inputs: [], None) == RuntimeRounding()
+    assert rounding_in(lambda program, inputs: [], piece.original, inputs) == RuntimeRounding()
+    assert rounding_in(lambda program, inputs: [], None, inputs) == RuntimeRounding()
 
 
 @pytest.fixture

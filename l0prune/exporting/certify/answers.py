@@ -6,7 +6,7 @@ Outputs are named by their keys or fields, else by their positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
-from l0prune.capture.last_place import RUNS, moved
+from l0prune.capture.last_place import RUNS, MovedResults, moved
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
@@ -54,8 +54,9 @@ class Rounding:
     @cached_property
     @stage("measuring how much float32 rounds")
     def errors(self) -> list[float]:
-        """Error of each output tensor in float32, with weights and inputs moved at random by one
-        unit in the last place: the largest of a few runs. Empty where the model does not run so.
+        """Error of each output tensor in float32, with weights, inputs and results moved at random
+        by one unit in the last place: the largest of a few runs. Empty where the model does not
+        run so.
         """
         try:
             exact = self._run(self._exact)
@@ -78,7 +79,8 @@ class Rounding:
                 return moved(leaf, next(seeds)) if is_float else leaf
 
             given = pytree.tree_map(near, given)
-        output = output_of(again.get_submodule(self._path), given, dtype)
+        with MovedResults(seed) if seed is not None else nullcontext():
+            output = output_of(again.get_submodule(self._path), given, dtype)
         return [x.clone() if isinstance(x, Tensor) else x for x in comparable(output)]
 
 

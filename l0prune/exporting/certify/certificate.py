@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -39,7 +38,8 @@ from l0prune.running.device import device_of
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # If the gated model's own rounding in one run is larger, twice that is allowed (both models round);
 # if that is too little, ``TIMES`` the rounding as measured in several runs. But no more than this;
-# beyond it an error counts as rounding only up to what was measured of the model itself.
+# beyond it an error counts as rounding only up to what was measured of the model itself, or up to
+# ``TIMES`` of what the runtime rounds on the same inputs.
 LARGEST = 1e-4
 _LARGEST_OWN = 1e-3  # and no more than this, beyond which float32 proves nothing
 # Cut far down, a network's outputs may vanish beside those it has with all gates open. A runtime's
@@ -52,7 +52,7 @@ class RuntimeRounding:
     """Rounding of the gated network's outputs in a runtime.
 
     Attributes:
-        errors: of each output tensor, relative to its largest value.
+        errors: the largest difference of each output tensor from the exact one.
         open_scales: the largest value of each with all gates open.
     """
 
@@ -60,7 +60,13 @@ class RuntimeRounding:
     open_scales: Sequence[float] = ()
 
 
-OwnRounding = Callable[[], RuntimeRounding]
+OwnRounding = Callable[[Inputs], RuntimeRounding]  # on inputs of the gated model
+
+
+def unknown(inputs: Inputs) -> RuntimeRounding:
+    """Return no rounding: of a runtime in which it cannot be measured."""
+    return RuntimeRounding()
+
 
 MODEL: tuple[str, ...] = ("graph", "class")  # kinds of module that the user gets
 
@@ -303,14 +309,14 @@ def compare_file(
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
     read: Callable[[Inputs], list[Any]] = tensors_in,
-    own: OwnRounding = RuntimeRounding,
+    own: OwnRounding = unknown,
 ) -> list[Check]:
     """Compare a file in its runtime with the gated model, or a part of it, in float32.
 
     ``read`` picks the inputs that the file reads; ``own`` measures the runtime's rounding of each
     output, if that decides.
     """
-    checks, own = [], cache(own)
+    checks = []
     for answer in answers:
         found = run([torch.as_tensor(leaf) for leaf in read(cast(answer.inputs, torch.float32))])
         checks.append(compare_run(what, answer, found, part, own))
@@ -322,7 +328,7 @@ def compare_run(
     answer: Answer,
     found: Sequence[Tensor],
     part: str = "",
-    own: OwnRounding = RuntimeRounding,
+    own: OwnRounding = unknown,
 ) -> Check:
     """Compare a file's outputs with the gated model's, or a part's, in float32."""
     return _check(what, answer.of_tensors(), found, torch.float32, part, own)
@@ -334,7 +340,7 @@ def _check(
     found: Any,
     dtype: torch.dtype,
     part: str = "",
-    own: OwnRounding = RuntimeRounding,
+    own: OwnRounding = unknown,
 ) -> Check:
     errors = differences(answer.at(dtype), found, answer.scales)
     error, allowed, rounding = _judged(answer, errors, dtype, own)
@@ -380,22 +386,31 @@ def _judged(
     allowed = min(2 * alone, LARGEST) if 2 * alone > usual else usual
     if not allowed < error < math.inf:
         return error, allowed, alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
-    most, each = answer.roundings, [0.0] * len(errors)
-    for measure in (lambda: RuntimeRounding(answer.measured()), own):
-        found = measure()
-        if len(found.errors) == len(most):
-            most = list(map(max, most, found.errors))
-        pairs = zip(found.open_scales, answer.scales, strict=False)
-        units = [_UNIT * a / b if b else 0.0 for a, b in pairs]
-        units += [0.0] * (len(most) - len(units))
-        each = [
-            max(_allowed(r), usual, min(TIMES * r, u)) for r, u in zip(most, units, strict=True)
-        ]
-        if all(e <= a for e, a in zip(errors, each, strict=True)):
-            break
+    most = answer.roundings
+    measured = answer.measured()
+    if len(measured) == len(most):
+        most = list(map(max, most, measured))
+    each = [max(_allowed(rounding), usual) for rounding in most]
+    if any(e > a for e, a in zip(errors, each, strict=True)):
+        found = own(answer.inputs)
+        if len(found.errors) == len(most) == len(answer.scales):
+            runtime = [
+                e / scale if scale else 0.0
+                for e, scale in zip(found.errors, answer.scales, strict=True)
+            ]
+            most = list(map(max, most, runtime))
+            each = [*map(max, each, _of_runtime(found, runtime, answer.scales))]
     judged = zip(errors, each, most, strict=True)
     error, allowed, rounding = max(judged, key=lambda of: of[0] / of[1])
     return error, allowed, rounding if math.isfinite(rounding) else None
+
+
+def _of_runtime(
+    found: RuntimeRounding, roundings: Sequence[float], scales: Sequence[float]
+) -> Iterator[float]:
+    """Yield the error of each output that a runtime's rounding on the same inputs explains."""
+    for rounding, opened, scale in zip(roundings, found.open_scales, scales, strict=True):
+        yield min(TIMES * rounding, max(_LARGEST_OWN, _UNIT * opened / scale if scale else 0.0))
 
 
 def _allowed(rounding: float) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from l0prune.capture.last_place import RUNS, TIMES, moved
+from l0prune.capture.last_place import RUNS, TIMES, MovedResults, moved
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.features.onnx_in.conversion import Graph, constant, network_of
@@ -446,7 +446,9 @@ def _rounding(network: OnnxNetwork, run: _Run, exact: Sequence[Tensor]) -> float
             if parameter.dtype == torch.float32:
                 parameter.copy_(moved(parameter, next(seeds)))
         example = [moved(x, next(seeds)) if x.is_floating_point() else x for x in run.example]
-        worst = max(worst, _difference(exact, _outputs(near, tuple(example))))
+        with MovedResults(number):
+            found = _outputs(near, tuple(example))
+        worst = max(worst, _difference(exact, found))
     return worst
 
 
