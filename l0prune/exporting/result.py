@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart, c
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import WRITERS, shortened, write_folder
-from l0prune.exporting.pieces import ExportedPart
+from l0prune.exporting.pieces import ExportedPart, Whole
 from l0prune.exporting.programs import FORMATS, Format, write_program
 from l0prune.exporting.state import check_kept
 from l0prune.files.atomic import atomic_write, replacement
@@ -82,6 +83,11 @@ class Export(Outcome):
         elsewhere = (name for name, _ in behind("runtimes"))
         self.certificate = self.certificate.without("program", "onnx", *elsewhere)
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
+
+    def measure_rounding_of(self, uncut: nn.Module) -> None:
+        """Measure runtimes' rounding on this uncut model, where the gated one will be gone."""
+        if isinstance(self._made, Whole):
+            self._made = replace(self._made, original=ref(uncut))
 
     @property
     def program(self) -> ExportedProgram:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from weakref import ReferenceType
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from l0prune.capture.copying import copied_around
 from l0prune.capture.sizes import Inputs
+from l0prune.errors import NotGated
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.certificate import RuntimeRounding
 from l0prune.exporting.certify.difference import common_scales, comparable, differences
@@ -36,30 +38,38 @@ Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
 def rounding_in(
     run: Run, original: ReferenceType[nn.Module] | None, inputs: Inputs
 ) -> RuntimeRounding:
-    """Return the error of each output where a runtime runs the network's program in float32.
+    """Return the error of each output where a runtime runs the uncut network in float32.
 
-    Networks round more on some inputs than on others: it runs on these ``inputs``, or on its
-    example, if they are those of a part. Empty where that is unknown: the user's model is gone or
-    without gates, or the runtime fails.
+    That is the gated network at its old sizes; the model itself, if it carries no gates. Networks
+    round more on some inputs than on others: it runs on these ``inputs``, or on its example, if
+    they are those of a part. Empty where that is unknown: the user's model is gone, or the runtime
+    fails.
     """
     model = original() if original is not None else None
-    if model is None:
-        return RuntimeRounding()
     with suppress(Exception):  # each runtime has its own
-        network = copies_of(model)
-        stays = torch.ones_like(network.z, dtype=torch.bool)
-        tensors = cut_by_plan(network.plain, KeptSlots(network.plan, network.z, stays))
-        if tensors is None:
-            return RuntimeRounding()
-        whole = placed(resized(network.plain, {}, tensors), CPU)
-        plain = placed(network.plain, CPU)
-        for given in (inputs, network.example):
+        for whole, plain, given in _runs(model, inputs) if model is not None else ():
             with suppress(Exception):
                 return _rounding_on(run, whole, plain, given)
     return RuntimeRounding()
 
 
+def _runs(model: nn.Module, inputs: Inputs) -> Iterator[tuple[nn.Module, nn.Module, Inputs]]:
+    """Yield a network, the same with all gates open, and inputs for both."""
+    try:
+        network = copies_of(model)
+    except NotGated:
+        dense = placed(copied_around(model).eval(), CPU)
+        yield dense, dense, inputs
+        return
+    stays = torch.ones_like(network.z, dtype=torch.bool)
+    tensors = cut_by_plan(network.plain, KeptSlots(network.plan, network.z, stays))
+    if tensors is not None:
+        whole, plain = placed(resized(network.plain, {}, tensors), CPU), placed(network.plain, CPU)
+        yield from ((whole, plain, given) for given in (inputs, network.example))
+
+
 def _rounding_on(run: Run, whole: nn.Module, plain: nn.Module, given: Inputs) -> RuntimeRounding:
+    """Return the rounding of a network whose outputs with all gates open are ``plain``'s."""
     exact, opened = (
         output_of(lent(model, torch.float64), given, torch.float64) for model in (whole, plain)
     )

@@ -100,11 +100,19 @@ def test_it_is_the_gated_network_that_is_run(gated, small):
     assert 0 < error < 1e-6
 
 
-def test_without_the_model_it_is_unknown(gated, small):
+def test_a_model_without_gates_is_the_uncut_network(gated, small):
     (piece,) = small.pieces
     inputs = piece.answers[0].inputs
-    l0prune.ungate(gated)
-    assert rounding_in(lambda program, inputs: [], piece.original, inputs) == RuntimeRounding()
+    dense = l0prune.ungate(gated)
+    with torch.no_grad():
+        off = dense(*inputs[0]) + 1
+    found = rounding_in(lambda program, inputs: [off], piece.original, inputs)
+    assert found.errors == pytest.approx([1], rel=1e-5)
+
+
+def test_without_the_model_it_is_unknown(small):
+    (piece,) = small.pieces
+    inputs = piece.answers[0].inputs
     assert rounding_in(lambda program, inputs: [], None, inputs) == RuntimeRounding()
 
 

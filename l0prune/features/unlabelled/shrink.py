@@ -115,7 +115,7 @@ def shrink(
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work, inputs = copied(model), inputs_for(model, inputs)
-    model = copied_around(model)  # a forward may write into its module
+    users, model = model, copied_around(model)  # a forward may write into its module
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
@@ -148,6 +148,7 @@ def shrink(
     if allowed is not None:
         gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
+    result.measure_rounding_of(users)
     result.fidelity = judge.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result

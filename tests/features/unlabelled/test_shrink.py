@@ -6,6 +6,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.exporting.onnx import file
 from l0prune.features.unlabelled import shrink as module
 from l0prune.features.unlabelled.fidelity import fidelity
 from l0prune.plan.numbers import tolerance_of
@@ -31,6 +32,20 @@ def test_a_budget_without_labels(network):
     assert model.training == mode
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
     assert small.to_dict()["fidelity"]["agreement"] == small.fidelity.agreement
+
+
+def test_a_runtime_is_allowed_what_it_rounds_in_the_users_model(network, monkeypatch, tmp_path):
+    """The gated copy is gone by the time the file is written."""
+    model, data = network
+    small = l0prune.shrink(model, data.train.inputs[:200], "macs=0.7")
+    exact = file.Session.__call__
+
+    def rounds(*args):
+        return [out + 3e-5 * out.abs().max() for out in exact(*args)]
+
+    monkeypatch.setattr(file.Session, "__call__", rounds)
+    small.save_onnx(tmp_path / "net.onnx", time=False)
+    assert small.certificate.worst("onnx", "float32") > 1e-5
 
 
 def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch):
