@@ -223,8 +223,13 @@ def _slice(
 
 
 def _is_end(end: Any, stride: int) -> bool:
-    """Return whether a slice's end is one of ONNX's sentinels for the end of the dim."""
-    return isinstance(end, int) and (end >= 2**31 - 1 if stride > 0 else end <= 1 - 2**31)
+    """Return whether a slice's end is a sentinel for the end of the dim: as a number, it would be
+    the largest size of a free dim.
+    """
+    return isinstance(end, int) and (end >= _ENDS if stride > 0 else end <= -_ENDS)
+
+
+_ENDS = 10**9  # exporters of TensorFlow write this, others the largest int32 or int64
 
 
 @_operator("Reshape")

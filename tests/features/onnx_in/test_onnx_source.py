@@ -302,6 +302,24 @@ def test_an_embedding_by_tokens_of_any_length(tmp_path):
     assert torch.allclose(model(x), run_onnx(path, x)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("end", [10**9, 2**31 - 1, 2**63 - 1])
+def test_the_end_of_a_slice_of_the_batch_leaves_it_free(end, tmp_path):
+    nodes = [
+        node("MatMul", "x w", "h"), node("Relu", "h", "r"),
+        node("Slice", "r first last axis", "s"), node("MatMul", "s v", "y"),
+    ]  # fmt: skip
+    weights = {"w": draws(4, 8), "v": draws(8, 2)}
+    weights |= {
+        n: np.array([v]) for n, v in zip(("first", "last", "axis"), (0, end, 0), strict=True)
+    }
+    path = written(tmp_path / "net.onnx", nodes, weights, ("batch", 4))
+    model = load_model(path)
+    l0prune.gate(model, model.example_input_array)
+    small = l0prune.export(model)
+    assert small.pieces[0].dynamic
+    assert "for batches of" not in small.note
+
+
 def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):
     nodes = [node("Reshape", "x s", "r"), node("MatMul", "r w", "y")]
     path = written(
