@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from l0prune.cli import early
 from l0prune.doors import behind
+from l0prune.progress.loading import loading_shown
 
 _EXAMPLES = "\n\nExamples:\n"  # heading in a command's docstring; a line for each example follows
 # Options of each group, by parameter name; the last group has all others. Features add theirs.
@@ -71,7 +72,8 @@ class GroupedCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Check the arguments while torch is not loaded, and call the command."""
         early.check(ctx.info_name, ctx.params)
-        return super().invoke(ctx)
+        with loading_shown():
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each non-empty group of options."""
