@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from rich.console import Group
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say
+from l0prune.cli.more import Extras
 from l0prune.cli.opening import (
     LATENCY,
     load_data,
@@ -69,21 +71,6 @@ Dtype = Annotated[
 HalfIo = Annotated[
     bool, typer.Option("--half-io", help="With --dtype: inputs and outputs are in it, too.")
 ]
-Exits = Annotated[
-    str | None,
-    typer.Option(
-        help="With early exits (`gate --exits`): write MODEL.exits.onnx, whose thresholds are "
-        "chosen on --data's test part for tolerance=1%, latency=8ms or macs=0.5."
-    ),
-]
-Skipping = Annotated[
-    bool,
-    typer.Option(
-        "--skipping",
-        help="With input gates (`gate --input-gates`): write MODEL.skipping.onnx, which skips "
-        "blocks that they close as a whole, for one example at a time.",
-    ),
-]
 ExternalData = Annotated[
     bool,
     typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
@@ -120,8 +107,6 @@ def export(
     compensate: Compensated = True,
     dtype: Dtype = None,
     half_io: HalfIo = False,
-    exits: Exits = None,
-    skipping: Skipping = False,
     data: options.DataSpec = None,
     data_root: options.DataRoot = None,
     timed: Timed = True,
@@ -131,6 +116,7 @@ def export(
     report: options.WithReport = True,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
+    extras: Extras = (),
 ) -> None:
     """Slice the closed gates away and write a smaller model with its certificate.
 
@@ -149,8 +135,8 @@ def export(
     endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
     onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm, write))
     given = (data, data_root, info, path, trust_pickle)
-    examples = _examples("--int8", *given) if int8 else None
-    held_out = _examples("--exits", *given) if exits else None
+    examples = _examples("--int8", given) if int8 else None
+    rest = [finish for extra in extras if (finish := extra(partial(_examples, given=given)))]
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}{_unlearned(info, path)}")
     with shown(console=err):
@@ -166,15 +152,16 @@ def export(
             files += small.save(f"{stem}{ending}", model=built_by)
         loads = folders(small, pretrained, vllm, built_by, code=code)
         files += [file for each in write or () for file in small.save(each)]
-        early = _choose_exits(small, held_out, exits) if exits else None
-        files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
-        files += [l0prune.save_skipping(small, f"{stem}.skipping{ONNX}")] if skipping else []
+        further = [finish(small, stem) for finish in reversed(rest)]
+        files += [file for each in further for file in each.files]
     files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **small.to_dict()}
-    result |= ({"loads": loads} if loads else {}) | ({"exits": early.to_dict()} if early else {})
+    result |= {"loads": loads} if loads else {}
+    for each in further:
+        result |= each.result
     if report:
         result["page"] = _write_report(small, model, info, path, stem)
-    emit(result, json, Group(small, early or ""))
+    emit(result, json, Group(small, *(each.shown for each in further if each.shown is not None)))
     say_written(files, loads, json)
 
 
@@ -226,25 +213,12 @@ def folders(
     return "\n".join(said)
 
 
-def _choose_exits(small: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
-    """Choose the thresholds of exits, for a tolerance or a budget given as text."""
-    name, _, value = asked.partition("=")
-    if name.strip() == "tolerance":
-        return l0prune.choose_exits(small, held_out, tolerance=value)
-    return l0prune.choose_exits(small, held_out, budget=asked)
-
-
 def _examples(
-    option: str,
-    data: str | None,
-    root: Path | None,
-    info: dict[str, Any],
-    path: Path,
-    trust_pickle: bool,
+    option: str, given: tuple[str | None, Path | None, dict[str, Any], Path, bool]
 ) -> Any:
     """Load the data source whose examples an option needs."""
     missing = f"{option} needs examples: give --data mnist, imagefolder:DIR or file.py:function"
-    return load_data(*recorded_data(data, root, info, path, trust_pickle, missing))
+    return load_data(*recorded_data(*given, missing))
 
 
 def _write_report(

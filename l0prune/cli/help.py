@@ -24,7 +24,7 @@ _GROUPS = {
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
-        "input_gates", "penalty", "elements",
+        "penalty", "elements",
     ),
     "Budget": ("faster", "budget", "lam", "latency", "round_to", "target", "measures", "counting"),
     "Training": (
@@ -36,8 +36,8 @@ _GROUPS = {
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "write", "opset",
-        "external_data", "int8", "dtype", "half_io", "exits", "timed", "html", "run",
-        "skipping", "out", "report", "json",
+        "external_data", "int8", "dtype", "half_io", "timed", "html", "run",
+        "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.threads import muted
-from l0prune.files.exit_network import ExitNetwork, PooledLinear
+from l0prune.files.around import AROUND
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
@@ -133,8 +133,10 @@ def allowed(name: str) -> Any | None:
 def _helpers() -> dict[str, Any]:
     functions = [getattr(F, name) for name in _ACTIVATIONS.split()]
     names = {f"{f.__module__}.{f.__qualname__}": StandIn(f) for f in functions}
-    exits = {f"{c.__module__}.{c.__qualname__}": StandIn(c) for c in (ExitNetwork, PooledLinear)}
-    return {**names, **exits, "functools.partial": ModulePartial}
+    around = [each for each in AROUND.values() if not each.has_hooks]
+    classes = [cls for each in around for cls in (each, *each.ordinary)]
+    names |= {f"{c.__module__}.{c.__qualname__}": StandIn(c) for c in classes}
+    return {**names, "functools.partial": ModulePartial}
 
 
 @functools.cache

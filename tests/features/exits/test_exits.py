@@ -11,9 +11,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import AlreadyGated, UsageError
-from l0prune.files.exit_network import ExitOutputs, PooledLinear
+from l0prune.features.exits.network import ExitLoss, ExitOutputs, PooledLinear
 from l0prune.running.task import Task
-from l0prune.training.exits import ExitLoss, with_exit_loss
+from l0prune.training.run import with_own_loss
 
 X = torch.randn(5, small_task.FEATURES, generator=torch.Generator().manual_seed(3))
 
@@ -87,14 +87,14 @@ def test_the_last_exit_learns_nothing_from_being_a_teacher():
 
 def test_finetune_learns_by_that_loss_and_reports_on_the_last_exit():
     model, targets = with_exits(), torch.tensor([0, 1, 2, 1, 0])
-    task = with_exit_loss(Task.of(small_task.data()), model)
+    task = with_own_loss(Task.of(small_task.data()), model)
     outputs = model.eval()(X)
     expected = ExitLoss(model, F.cross_entropy)(outputs, targets)
     assert torch.equal(task.loss_in(outputs, targets), expected)
     wrong = (outputs.logits.argmax(1) != targets).float()
     assert torch.equal(task.loss_and_metric(outputs, targets)["error"], wrong)
     plain = Task.of(small_task.data())
-    assert with_exit_loss(plain, stack()) is plain
+    assert with_own_loss(plain, stack()) is plain
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.capture.provenance import within
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError, UsageError
-from l0prune.files.input_gates import GatedBlock, InputGate, InputGatedNetwork
+from l0prune.features.input_gates.cost import share_of
+from l0prune.features.input_gates.gate import GatedBlock, InputGate
+from l0prune.features.input_gates.network import InputGatedNetwork, input_gated
 from l0prune.gating.attaching import gates_or_none
 from l0prune.running.batches import call, test_batches
 from l0prune.running.task import Task, is_split
-from l0prune.training.input_cost import input_gated, share_of
 
 
 @dataclass(frozen=True)

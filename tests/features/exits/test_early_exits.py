@@ -13,11 +13,11 @@ from stacks import Stack, stack
 import l0prune
 from l0prune.data import Tensors
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
-from l0prune.exporting.exits import deciding
-from l0prune.exporting.exits.criteria import criterion_of
-from l0prune.exporting.exits.deciding import EarlyExit
-from l0prune.exporting.exits.ways import forced
-from l0prune.files.exit_network import ExitNetwork
+from l0prune.features.exits import deciding
+from l0prune.features.exits.criteria import criterion_of
+from l0prune.features.exits.deciding import EarlyExit
+from l0prune.features.exits.network import ExitNetwork
+from l0prune.features.exits.ways import forced
 
 NOISE = torch.randn(90, small_task.FEATURES, generator=torch.Generator().manual_seed(9))
 HELD_OUT = Tensors(small_task.clouds(90, seed=5).inputs + NOISE, small_task.clouds(90).targets)

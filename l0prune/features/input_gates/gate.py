@@ -1,20 +1,13 @@
-"""Input gates: modules and hooks that open and close the channels of blocks by their input.
-
-Before a block its input, averaged over all positions, goes through an ``InputGate``, which computes
-log α for each channel of the block's inner axes. z of these gates multiplies the inputs of the
-layers that read an axis, so that a closed channel is zero wherever it is read.
-"""
+"""Gates of one block, computed from the block's input; hooks multiply by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.gating.kinds.base import Gate, gate_from_dict, gate_to_dict
+from l0prune.gating.kinds.base import Gate
 
 
 class Reader(NamedTuple):
@@ -146,106 +139,3 @@ class InputGate(nn.Module):
         for _number in range(-1 - dim):
             z = z.unsqueeze(-1)
         return (x * z.to(x.dtype), *args[1:])
-
-
-class InputGatedNetwork(nn.Module):
-    """Network with input gates, as ``l0prune.add_input_gates`` makes it.
-
-    It returns the network's outputs. The network keeps its class and tensors; hooks on the
-    blocks and on the layers that read their inner axes apply the gates, until ``take_off``.
-
-    Attributes:
-        network: the user's network.
-        gates: one ``InputGate`` for each of ``blocks``.
-        blocks: the gated blocks.
-        work: the layers whose MACs depend on gates: path, index of the block, the axes of that
-            by which they scale, and the MACs at the network's first size.
-        macs: of the whole at its first size, gating modules included.
-        target: share of those MACs that is to be computed on average; None for a price.
-        price: of that share, in units of the loss, where there is no target.
-        shape: weight of batch-shaping.
-        multiplier: learned price under a target (``input_penalty``).
-    """
-
-    multiplier: Tensor
-
-    def __init__(
-        self,
-        network: nn.Module,
-        blocks: Sequence[GatedBlock],
-        hidden: Sequence[int],
-        gate: Gate,
-        work: Sequence[Work],
-        macs: float,
-        target: float | None,
-        price: float,
-        shape: float,
-    ) -> None:
-        super().__init__()
-        self.network, self.blocks, self.macs = network, tuple(blocks), macs
-        self.work = tuple(work)
-        self.target, self.price, self.shape = target, price, shape
-        pairs = zip(blocks, hidden, strict=True)
-        self.gates = nn.ModuleList(InputGate(block, size, gate) for block, size in pairs)
-        self.register_buffer("multiplier", torch.zeros(()))
-        self._handles: list[Any] = []
-        self._put_on()
-
-    def _put_on(self) -> None:
-        """Register the hooks."""
-        for block, gate in zip(self.blocks, self.gates, strict=True):
-            assert isinstance(gate, InputGate)
-            module = self.network.get_submodule(block.path)
-            self._handles.append(module.register_forward_pre_hook(gate.before))
-            self._handles.append(module.register_forward_hook(gate.after, always_call=True))
-            for path, axis, dim in block.readers:
-                hook: Callable[..., Any] = partial(gate.scale, axis, dim)
-                layer = self.network.get_submodule(path)
-                self._handles.append(layer.register_forward_pre_hook(hook))
-
-    def take_off(self) -> nn.Module:
-        """Remove the hooks and return the network, with the weights that it has learned."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        return self.network
-
-    @property
-    def stands_for(self) -> nn.Module:
-        """The wrapped network, whose arguments the forward takes."""
-        return self.network
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the network's output; inputs are those of the network."""
-        return self.network(*args, **kwargs)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the gates as plain data, for ``of_facts``."""
-        names = ("work", "macs", "target", "price", "shape")
-        first = self.gates[0]
-        assert isinstance(first, InputGate)
-        hidden = [gate.hidden.out_features for gate in self.gates]  # type: ignore[union-attr]
-        own = {"blocks": self.blocks, "hidden": hidden, "gate": gate_to_dict(first.gate)}
-        return own | {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> InputGatedNetwork:
-        """Build a network with input gates from ``facts``; their weights are not loaded.
-
-        Raises:
-            AttributeError, KeyError, TypeError: the facts are invalid.
-        """
-        blocks = [
-            GatedBlock(path, tuple(widths), tuple(Reader(*each) for each in readers), *rest)
-            for path, widths, readers, *rest in facts["blocks"]
-        ]
-        work = [(path, block, tuple(axes), macs) for path, block, axes, macs in facts["work"]]
-        return cls(
-            network,
-            blocks,
-            facts["hidden"],
-            gate_from_dict(facts["gate"]),
-            work,
-            *(facts[name] for name in ("macs", "target", "price", "shape")),
-        )

@@ -14,45 +14,17 @@ others. F is that of a table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, reduce
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from l0prune.files.input_gates import InputGate, InputGatedNetwork
+from l0prune.features.input_gates.gate import InputGate
 
-_STEP = 0.05  # of the multiplier, for an excess of all MACs
 _PRIOR = (0.6, 0.4)
 _STEPS = 2048  # of the table of its distribution function
-
-
-def input_gated(model: nn.Module) -> InputGatedNetwork | None:
-    """Return the network with input gates in a model, if there is one."""
-    return next((m for m in model.modules() if isinstance(m, InputGatedNetwork)), None)
-
-
-def is_unpaid(model: nn.Module) -> bool:
-    """Return whether input gates ran in training mode without an ``input_penalty`` since."""
-    network = input_gated(model)
-    return network is not None and any(gate.chances for gate in network.gates)
-
-
-def shares(network: InputGatedNetwork) -> Tensor | None:
-    """Return the share of the MACs that the gates left in the last forward, on average.
-
-    In training mode it is the expectation over their noise, differentiable. None where there has
-    been no such forward.
-    """
-    means = [means_of(gate) for gate in network.gates]  # type: ignore[arg-type]
-    if not all(means):
-        return None
-    total = torch.as_tensor(network.macs - sum(each[-1] for each in network.work)).to(means[0][0])
-    for _, block, axes, macs in network.work:
-        own = share_of(axes, means[block], network.blocks[block].skips)
-        total = total + macs * own.mean()
-    return total / network.macs
 
 
 def means_of(gate: InputGate) -> list[Tensor]:
@@ -70,42 +42,11 @@ def share_of(axes: Sequence[int], means: Sequence[Tensor], skips: bool) -> Tenso
     return reduce(torch.mul, [*own, means[-1]] if skips else own)
 
 
-def input_penalty(model: nn.Module) -> Tensor | None:
-    """Return the cost of the input gates of the last forward in training mode, to add to the loss.
-
-    ``finetune`` and ``train_dense`` add it by themselves, ``l0prune.penalty`` includes it; in a
-    loop of your own with a ``Pruner`` it belongs to the loss of each forward, before its backward
-    pass. The multiplier of a target takes its step.
-
-    Returns a scalar; None where the model has no input gates, or has not been run in training mode
-    since the last penalty.
-    """
-    network = input_gated(model)
-    if network is None:
-        return None
-    share = shares(network)
-    if share is None:
-        return None
-    if network.target is None:
-        total = network.price * share
-    else:
-        excess = share - network.target
-        total = network.multiplier.clone().to(share) * excess
-        if network.training:
-            with torch.no_grad():
-                network.multiplier.add_(_STEP * excess.detach()).clamp_(min=0)
-    if network.shape:
-        total = total + network.shape * shaping(network)
-    for gate in network.gates:
-        gate.chances = []  # type: ignore[assignment]
-    return total
-
-
-def shaping(network: InputGatedNetwork) -> Tensor:
+def shaping(gates: Iterable[InputGate]) -> Tensor:
     """Return the mean batch-shaping loss of all gates; see the module's docstring."""
     found = []
-    for gate in network.gates:
-        for chances in gate.chances:  # type: ignore[union-attr]
+    for gate in gates:
+        for chances in gate.chances:
             p = chances.flatten(0, -2).sort(dim=0).values
             n = len(p)
             at = torch.arange(1, n + 1, device=p.device, dtype=p.dtype) / (n + 1)

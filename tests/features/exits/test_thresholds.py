@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from l0prune.exporting.exits.thresholds import HeldOut, choose
+from l0prune.features.exits.thresholds import HeldOut, choose
 
 
 def drawn(seed, exits=2, n=7):

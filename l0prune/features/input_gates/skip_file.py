@@ -22,13 +22,13 @@ from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import answers_of
 from l0prune.exporting.certify.certificate import Check, compare_file
 from l0prune.exporting.certify.dtypes import CPU, cast, converted, placed
-from l0prune.exporting.exits.file import input_names, one_by_one
-from l0prune.exporting.exits.put_aside import Branch, forced_to, put_aside
-from l0prune.exporting.exits.skips import Forced, Skip, WithSkips, skips
 from l0prune.exporting.onnx.file import Session, describe, rename, to_onnx
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.program import reexport
+from l0prune.features.exits.file import input_names, one_by_one
+from l0prune.features.input_gates.put_aside import Branch, forced_to, put_aside
+from l0prune.features.input_gates.skips import Forced, Skip, WithSkips, skips
 from l0prune.files.atomic import replacement
 from l0prune.progress.stages import stage
 

@@ -11,7 +11,7 @@ from stacks import stack
 
 import l0prune
 from l0prune.errors import DataError, UsageError
-from l0prune.training.input_cost import _prior_cdf, shaping, shares
+from l0prune.features.input_gates.cost import _prior_cdf, shaping
 
 RATIO = math.log(0.1 / 1.1) * 2 / 3  # β·log(−γ/ζ)
 TARGETS = torch.tensor([0, 1, 2, 1, 0])
@@ -38,7 +38,7 @@ def test_the_share_is_what_is_expected_of_the_macs():
     for gate in model.gates[1:]:
         gate.eval()
     model(POINTS)
-    assert shares(model) is None
+    assert model.shares() is None
     one, whole = blocks[0]
     found = model.gates[0].chances
     assert torch.allclose(found[0], one, atol=1e-6)
@@ -46,20 +46,20 @@ def test_the_share_is_what_is_expected_of_the_macs():
     for gate, of in zip(model.gates, blocks, strict=True):
         gate.chances = of
         expected.append((of[0].mean(1) * of[1][:, 0]).mean() * 2 * 12 * 12)
-    assert shares(model).item() == pytest.approx(((fixed + sum(expected)) / model.macs).item())
+    assert model.shares().item() == pytest.approx(((fixed + sum(expected)) / model.macs).item())
 
 
 def test_a_target_has_a_multiplier_that_follows_the_excess():
     model = points(target=0.5).train()
     model(POINTS)
-    excess = shares(model).item() - 0.5
+    excess = model.shares().item() - 0.5
     assert l0prune.input_penalty(model).item() == 0  # the multiplier begins at 0
     assert l0prune.input_penalty(model) is None
     assert float(model.multiplier) == pytest.approx(max(0, 0.05 * excess), rel=1e-4)
     with torch.no_grad():
         model.multiplier.fill_(2.0)
     model(POINTS)
-    excess = shares(model).item() - 0.5
+    excess = model.shares().item() - 0.5
     total = l0prune.input_penalty(model)
     assert total.item() == pytest.approx(2 * excess, rel=1e-4)
     total.backward()
@@ -70,7 +70,7 @@ def test_a_target_has_a_multiplier_that_follows_the_excess():
 def test_a_price_is_paid_for_the_share():
     model = points(price=0.3).train()
     model(POINTS)
-    share = shares(model).item()
+    share = model.shares().item()
     assert l0prune.input_penalty(model).item() == pytest.approx(0.3 * share)
     assert l0prune.input_penalty(model.eval()) is None
     assert l0prune.input_penalty(stack()) is None
@@ -80,7 +80,7 @@ def test_the_penalty_of_a_gated_model_has_it():
     model = l0prune.gate(points(price=0.3), (POINTS,)).train()
     alone = l0prune.penalty(model, 1e-3)
     model(POINTS)
-    share = shares(model).item()
+    share = model.shares().item()
     assert l0prune.penalty(model, 1e-3).item() == pytest.approx(alone.item() + 0.3 * share)
 
 
@@ -100,7 +100,7 @@ def test_batch_shaping_compares_with_beta():
             for column in of.T.tolist():
                 at = beta.cdf(sorted(column))
                 found.append(sum((f - (i + 1) / 6) ** 2 for i, f in enumerate(at)) / 5)
-    assert shaping(model).item() == pytest.approx(sum(found) / len(found), rel=1e-3)
+    assert shaping(model.gates).item() == pytest.approx(sum(found) / len(found), rel=1e-3)
 
 
 def test_a_loop_that_forgets_it_is_told():

@@ -22,20 +22,20 @@ from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import CertificateError, UsageError, warn
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.dtypes import CPU, converted, placed
-from l0prune.exporting.exits.criteria import criterion_of
-from l0prune.exporting.exits.deciding import EarlyExit
-from l0prune.exporting.exits.file import ExitFile, times, write
-from l0prune.exporting.exits.thresholds import HeldOut, choose, never
-from l0prune.exporting.exits.ways import (
+from l0prune.exporting.onnx.file import describe
+from l0prune.exporting.result import Export
+from l0prune.features.exits.criteria import criterion_of
+from l0prune.features.exits.deciding import EarlyExit
+from l0prune.features.exits.file import ExitFile, times, write
+from l0prune.features.exits.network import ExitNetwork
+from l0prune.features.exits.thresholds import HeldOut, choose, never
+from l0prune.features.exits.ways import (
     MEASURES,
     Seen,
     macs_of_ways,
     seen_by,
 )
-from l0prune.exporting.onnx.file import describe
-from l0prune.exporting.result import Export
 from l0prune.files.atomic import replacement
-from l0prune.files.exit_network import ExitNetwork
 from l0prune.plan.limits import Limit, limits
 from l0prune.plan.measures import Latency, kind_of
 from l0prune.plan.numbers import THREADS, check_whole, tolerance_of

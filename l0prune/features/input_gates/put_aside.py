@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from l0prune.exporting.exits.nested import move_in, read_by
 from l0prune.exporting.onnx.file import rename_values
+from l0prune.features.exits.nested import move_in, read_by
 
 if TYPE_CHECKING:
     from pathlib import Path

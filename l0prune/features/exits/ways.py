@@ -18,9 +18,9 @@ from l0prune.capture.sizes import Inputs
 from l0prune.data.dataset import WHOLE, as_arguments
 from l0prune.errors import DataError, UsageError
 from l0prune.exporting.certify.dtypes import CPU
-from l0prune.exporting.exits.deciding import EarlyExit, answers_of
-from l0prune.exporting.exits.thresholds import Array, HeldOut
 from l0prune.exporting.onnx import collect
+from l0prune.features.exits.deciding import EarlyExit, answers_of
+from l0prune.features.exits.thresholds import Array, HeldOut
 from l0prune.plan.measures import Latency
 from l0prune.running.batches import Batch, test_batches
 from l0prune.running.criteria import TokenMean

@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_in
-from l0prune.exporting.exits.criteria import Criterion
-from l0prune.files.exit_network import ExitNetwork, Reached
+from l0prune.features.exits.criteria import Criterion
+from l0prune.features.exits.network import ExitNetwork, Reached
 
 
 class Decision(NamedTuple):

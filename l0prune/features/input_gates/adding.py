@@ -18,14 +18,15 @@ from l0prune.capture.provenance import is_within, modules_of
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import UsageError
-from l0prune.files.exit_network import ExitNetwork
-from l0prune.files.input_gates import STEEP, GatedBlock, InputGatedNetwork, Reader, Work
+from l0prune.features.exits.places import kind_of_block
+from l0prune.features.input_gates.gate import STEEP, GatedBlock, Reader, Work
+from l0prune.features.input_gates.network import InputGatedNetwork
+from l0prune.files.around import Around
 from l0prune.gating import defaults
 from l0prune.gating.attaching import check_ungated
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.infer.parts import Parts, inferred
-from l0prune.infer.places import kind_of_block
 from l0prune.plan.globs import Globs, listed, named
 from l0prune.plan.layout import Slots, axes_of
 from l0prune.plan.numbers import LARGEST, SEEDS, check_number, check_whole
@@ -123,8 +124,10 @@ def _check(
     """Raise UsageError for settings that make no sense."""
     if isinstance(model, InputGatedNetwork):
         raise UsageError("the network has input gates already: model.take_off() gives it back")
-    if isinstance(model, ExitNetwork):
-        raise UsageError("put the input gates on first, and exits on the network that has them")
+    if isinstance(model, Around):
+        raise UsageError(
+            f"put the input gates on first, and {model.words} on the network that has them"
+        )
     if target is not None and price is not None:
         raise UsageError("give a target, or a price, not both")
     if target is not None:

@@ -1,4 +1,4 @@
-"""Early exits: heads put on a network, and the loss by which all exits learn together."""
+"""``add_exits``: heads put on a network, at places where one value carries all results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.capture import capture
-from l0prune.capture.copying import inside
 from l0prune.capture.example_inputs import call, keep
 from l0prune.capture.model_checks import check_module, evaluating
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import UsageError
-from l0prune.files.exit_network import ExitNetwork, ExitOutputs, PooledLinear, answer_in
+from l0prune.features.exits.network import ExitNetwork, PooledLinear, answer_in
+from l0prune.features.exits.places import Place, places
 from l0prune.gating.attaching import check_ungated
-from l0prune.infer.places import Place, places
 from l0prune.plan.globs import Globs, listed, named
 from l0prune.plan.numbers import LARGEST, SEEDS, check_number, check_whole
-from l0prune.running.criteria import class_dim, distance
-from l0prune.running.task import ERROR, Task
 
 _LATEST = 0.95  # share of the MACs after which an exit saves too little
 
@@ -200,50 +197,3 @@ def _check_heads(network: ExitNetwork, example: Inputs, answer: Tensor) -> None:
                 f"the head at {path} answers {shape}, the network {tuple(answer.shape)}: all exits "
                 "give answers of one shape"
             )
-
-
-class ExitLoss(nn.Module):
-    """Loss of a network with exits: L(last) + Σᵢ wᵢ·((1 − d)·L(exitᵢ) + d·T²·KL(last ‖ exitᵢ)).
-
-    wᵢ are its ``weights``, d is ``distill``, T ``temperature``. No gradient goes through the last
-    exit as a teacher (self-distillation; Zhang et al. 2019, arXiv 1905.08094). ``finetune`` and
-    ``train_dense`` learn by it; in a loop of your own: ``ExitLoss(model, loss)(outputs, targets)``.
-
-    Args:
-        network: with exits.
-        loss: L, of an answer and the targets, a scalar.
-    """
-
-    def __init__(self, network: ExitNetwork, loss: Callable[[Any, Any], Tensor]) -> None:
-        super().__init__()
-        self.loss = loss
-        self.weights, self.distill = network.weights, network.distill
-        self.temperature = network.temperature
-
-    def forward(self, outputs: ExitOutputs, targets: Any) -> Tensor:
-        """Return the loss, a scalar."""
-        total = self.loss(outputs.logits, targets)
-        for weight, answer in zip(self.weights, outputs.exits, strict=True):
-            own = (1 - self.distill) * self.loss(answer, targets)
-            last = outputs.logits.detach()
-            taught = distance(answer, last, self.temperature, class_dim(last))
-            total = total + weight * (own + self.distill * taught)
-        return total
-
-
-def with_exit_loss(task: Task, model: nn.Module) -> Task:
-    """Return the task with the loss of all exits, if the model has any; metrics are the last's."""
-    network = inside(model)
-    if not isinstance(network, ExitNetwork):
-        return task
-
-    def loss(answer: Any, targets: Any) -> Tensor:
-        found = task.loss_in(answer, targets)
-        assert found is not None
-        return found
-
-    mixed = ExitLoss(network, loss)
-    if isinstance(task.loss, nn.Module):
-        mixed.of = task.loss  # its parameters learn, too
-    metric = ERROR if task.metric is None and task.metric_name == ERROR else task.metric
-    return replace(task, loss=mixed, metric=metric)

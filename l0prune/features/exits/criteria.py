@@ -41,7 +41,7 @@ class Criterion(ABC):
         return (score - threshold).abs()
 
 
-CRITERIA: Registry[type[Criterion]] = Registry("criterion")
+CRITERIA: Registry[type[Criterion]] = Registry("criterion", "criteria")
 register = CRITERIA.register
 
 

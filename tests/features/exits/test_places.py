@@ -6,7 +6,7 @@ from stacks import Block, stack
 from torch import nn
 
 from l0prune.capture.capture import capture
-from l0prune.infer.places import places
+from l0prune.features.exits.places import places
 
 
 def found(model, *args):

@@ -18,15 +18,14 @@ from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare_file
-from l0prune.exporting.exits.deciding import EarlyExit, answers_of
-from l0prune.exporting.exits.nested import OUTPUTS, THRESHOLDS, Level, nested
-from l0prune.exporting.exits.thresholds import Array
-from l0prune.exporting.exits.ways import forced, milliseconds_of_ways
 from l0prune.exporting.onnx.file import Session, rename, to_onnx
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.slicing.program import reexport
-from l0prune.files.exit_network import ExitNetwork
-from l0prune.files.input_gates import InputGatedNetwork
+from l0prune.features.exits.deciding import EarlyExit, answers_of
+from l0prune.features.exits.nested import OUTPUTS, THRESHOLDS, Level, nested
+from l0prune.features.exits.thresholds import Array
+from l0prune.features.exits.ways import forced, milliseconds_of_ways
+from l0prune.files.around import innermost
 from l0prune.progress.stages import stage
 
 
@@ -85,12 +84,9 @@ def write(early: EarlyExit, example: Inputs, path: Path) -> None:
 
 def input_names(network: nn.Module, example: Inputs, count: int) -> Sequence[str]:
     """Return the argument names of the network's forward; numbered ones if they do not fit."""
-    inner = network
-    while isinstance(inner, ExitNetwork | InputGatedNetwork):
-        inner = inner.network
     args, kwargs = example
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(inner.forward).parameters.values()
+    parameters = inspect.signature(innermost(network).forward).parameters.values()
     own = [each.name for each in parameters if each.kind in kinds][: len(args)]
     names = [*own, *kwargs]
     is_plain = len(own) == len(args) and len(names) == count

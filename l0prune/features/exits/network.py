@@ -1,14 +1,16 @@
-"""Networks with early exits: an unchanged network, and heads on intermediate outputs."""
+"""Networks with early exits: an unchanged network, heads on its values, and their loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
+from l0prune.files.around import AROUND, Around, Loss
+from l0prune.running.criteria import class_dim, distance
 
 Reached = Callable[[int, Tensor], None]
 """Callback with each exit's number and answer as soon as that is computed; it may raise."""
@@ -54,7 +56,8 @@ class PooledLinear(nn.Module):
         return found
 
 
-class ExitNetwork(nn.Module):
+@AROUND.register
+class ExitNetwork(Around):
     """Network with early exits, as ``l0prune.add_exits`` makes it; it always computes all exits.
 
     The network in it is unchanged: while a forward of this module runs, hooks pass the outputs of
@@ -68,6 +71,8 @@ class ExitNetwork(nn.Module):
         distill: share of each exit's loss that is distillation from the last exit.
         temperature: of the distillation.
     """
+
+    name, words, ordinary = "exits", "early exits", (PooledLinear,)
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class ExitNetwork(nn.Module):
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Return the exits as plain data for ``of_facts``; None if a head is not pooled."""
+        """The exits as plain data; None if a head is not pooled."""
         heads = [each.sizes for each in self.heads if isinstance(each, PooledLinear)]
         if len(heads) < len(self.heads):
             return None
@@ -93,20 +98,15 @@ class ExitNetwork(nn.Module):
         return {name: getattr(self, name) for name in names} | {"heads": heads}
 
     @classmethod
-    def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> ExitNetwork:
-        """Build a network with exits from ``facts``; the heads' weights are not loaded.
-
-        Raises:
-            KeyError, TypeError: the facts are invalid.
-        """
+    def of_facts(cls, network: nn.Module, facts: Mapping[str, Any]) -> Self:
+        """See ``Around``."""
         heads = [PooledLinear(*sizes) for sizes in facts["heads"]]
         others = (facts["weights"], facts["distill"], facts["temperature"])
         return cls(network, facts["at"], heads, *others)
 
-    @property
-    def stands_for(self) -> nn.Module:
-        """The wrapped network, whose arguments the forward takes."""
-        return self.network
+    def own_loss(self, loss: Loss) -> ExitLoss:
+        """See ``Around``."""
+        return ExitLoss(self, loss)
 
     def forward(self, *args: Any, **kwargs: Any) -> ExitOutputs:
         """Compute all answers; inputs are those of the network."""
@@ -128,6 +128,35 @@ class ExitNetwork(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class ExitLoss(nn.Module):
+    """Loss of a network with exits: L(last) + Σᵢ wᵢ·((1 − d)·L(exitᵢ) + d·T²·KL(last ‖ exitᵢ)).
+
+    wᵢ are its ``weights``, d is ``distill``, T ``temperature``. No gradient goes through the last
+    exit as a teacher (self-distillation; Zhang et al. 2019, arXiv 1905.08094). ``finetune`` and
+    ``train_dense`` learn by it; in a loop of your own: ``ExitLoss(model, loss)(outputs, targets)``.
+
+    Args:
+        network: with exits.
+        loss: L, of an answer and the targets, a scalar.
+    """
+
+    def __init__(self, network: ExitNetwork, loss: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+        self.weights, self.distill = network.weights, network.distill
+        self.temperature = network.temperature
+
+    def forward(self, outputs: ExitOutputs, targets: Any) -> Tensor:
+        """Return the loss, a scalar."""
+        total = self.loss(outputs.logits, targets)
+        for weight, answer in zip(self.weights, outputs.exits, strict=True):
+            own = (1 - self.distill) * self.loss(answer, targets)
+            last = outputs.logits.detach()
+            taught = distance(answer, last, self.temperature, class_dim(last))
+            total = total + weight * (own + self.distill * taught)
+        return total
 
 
 def _asking(number: int, head: nn.Module, reached: Reached) -> Callable[..., None]:
