@@ -102,6 +102,7 @@ class Feature:
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
             and return comparisons for the certificate.
         launchers: of the runs of a sweep (``features/sweep/launchers.py``).
+        sections: of a recipe: modules with a class ``Section`` (``features/recipes/files.py``).
         around: networks that are put around a network, by the names that files know them by
             (``files/around.py``).
         criteria: of how sure an early exit is (``features/exits/criteria.py``).
@@ -127,6 +128,7 @@ class Feature:
     programs: Mapping[str, str] = field(default_factory=dict)
     file_checks: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
     around: Mapping[str, str] = field(default_factory=dict)
     criteria: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,6 +171,18 @@ def behind(door: str) -> Iterator[tuple[str, Feature]]:
     for feature in features().values():
         for name in getattr(feature, door):
             yield name, feature
+
+
+def inner_first(door: str) -> list[tuple[str, Feature]]:
+    """Return all that is behind a door, of each feature before those that it needs.
+
+    In this order they change a network: what a feature needs works on what the feature made.
+    """
+
+    def depth(feature: Feature) -> int:
+        return 1 + max((depth(features()[name]) for name in feature.needs), default=0)
+
+    return sorted(behind(door), key=lambda each: depth(each[1]), reverse=True)
 
 
 def feature_with(door: str, name: str) -> Feature | None:

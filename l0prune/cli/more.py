@@ -13,7 +13,7 @@ from functools import partial, wraps
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
-from l0prune.doors import Feature, behind, features
+from l0prune.doors import inner_first
 
 Extras = Sequence[Callable[..., Any]]
 """Functions of features with their options given, in the order in which they are called."""
@@ -39,10 +39,8 @@ Finish = Callable[..., Written]
 
 def extended(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with all options that features add, which gets them as ``extras``."""
-    found = [each for name, each in behind("more") if name == command.__name__]
-    # What needs another feature comes first, and works on the network as it is without that.
-    found.sort(key=_depth, reverse=True)
-    functions = [each.load("more", command.__name__) for each in found]
+    own = command.__name__
+    functions = [each.load("more", own) for name, each in inner_first("more") if name == own]
     added = {each: added_options(each) for each in functions}
 
     @wraps(command)
@@ -50,11 +48,11 @@ def extended(command: Callable[..., None]) -> Callable[..., None]:
         extras = [partial(f, **{p.name: given.pop(p.name) for p in added[f]}) for f in functions]
         command(**given, extras=extras)
 
-    own = signature(command, eval_str=True)
-    kept = [each for each in own.parameters.values() if each.name != "extras"]
+    whole = signature(command, eval_str=True)
+    kept = [each for each in whole.parameters.values() if each.name != "extras"]
     more = (each for options in added.values() for each in options)
     options = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in more]
-    run.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    run.__signature__ = whole.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
     return run
 
 
@@ -62,7 +60,3 @@ def added_options(function: Callable[..., Any]) -> list[Parameter]:
     """Return the options that a function behind ``more`` adds to its command."""
     found = signature(function, eval_str=True).parameters.values()
     return [each for each in found if each.kind is Parameter.KEYWORD_ONLY]
-
-
-def _depth(feature: Feature) -> int:
-    return 1 + max((_depth(features()[name]) for name in feature.needs), default=0)

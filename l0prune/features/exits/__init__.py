@@ -7,6 +7,7 @@ FEATURE = Feature(
     names={"EarlyExits": "early_exits", "add_exits": "adding", "choose_exits": "early_exits"},
     around={"exits": "network"},
     criteria=dict.fromkeys(("confidence", "entropy", "patience"), "criteria"),
+    sections={"exits": "recipe"},
     more={"gate": "options", "export": "options"},
     options={"Output": ("exits",)},
 )

@@ -13,6 +13,7 @@ FEATURE = Feature(
         "save_skipping": "skip_file",
     },
     around={"input_gates": "network"},
+    sections={"input_gates": "recipe"},
     more={"gate": "options", "export": "options"},
     options={"Gates": ("input_gates",), "Output": ("skipping",)},
 )
