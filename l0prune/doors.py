@@ -43,6 +43,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "input_gates",
         "skipping",
     ),
+    "int8": ("Int8File", "Quantizing", "check_menu", "int8_for_times", "rounded_again"),
     "latency": (
         "LatencyTable",
         "measure",

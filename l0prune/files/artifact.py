@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.example_inputs import opened
 from l0prune.capture.sizes import FreeSizes
-from l0prune.doors import no_such
+from l0prune.doors import no_such, provided
 from l0prune.errors import FileError, UsageError
 from l0prune.files.around import AROUND, Around
 from l0prune.files.atomic import PathLike
@@ -47,11 +47,8 @@ from l0prune.files.tensor_file import (
 from l0prune.files.user_code import is_rebuildable
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_or_none
 from l0prune.gating.bank import Gates
-from l0prune.gating.fake_quantization import attach_quantizer
 from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
-from l0prune.gating.learned_bits import quantizer_of
-from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 
 FORMAT = 4  # raised when older versions cannot read what this one writes
@@ -171,7 +168,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
             fixed=gates.fixed,
             example=example,
             free=gates.free.to_json(),
-            int8=None if gates.quantizer is None else gates.quantizer.found.to_dict(),
+            int8=None if gates.quantizer is None else gates.quantizer.to_dict(),
             asked=list(gates.asked),
             outputs=list(gates.outputs),
         )
@@ -238,8 +235,7 @@ def load(
             gates = _gates(content.gates, tensors, model)
             attach(model, gates)
             if content.gates.int8 is not None:
-                ranges = Ranges.of(content.gates.int8)
-                attach_quantizer(model, gates, quantizer_of(gates, ranges))
+                provided("rounded_again")(model, gates, content.gates.int8)
     except FileError:
         raise
     # A damaged file can contradict itself or the model in any of these ways.

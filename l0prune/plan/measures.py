@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from l0prune.doors import Registry
 from l0prune.errors import UsageError
-from l0prune.plan.bits import FLOAT
 from l0prune.plan.branch import KIND
 from l0prune.plan.budget_text import UNITS, check_measure
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
@@ -368,11 +367,14 @@ class Latency(SumOfTerms):
         )
 
 
+FLOAT = 32  # bits of values that are not quantized
+
+
 @register
 class Bops(Count):
     """Weight bits times input bits, summed over all multiply-accumulates of one example.
 
-    Both are 32 in floating point, and so in the dense network; see ``plan/bits.py`` for learned
+    Both are 32 in floating point, and so in the dense network; see the feature ``int8`` for learned
     bits. The expected amount is exact for independent gates.
     """
 

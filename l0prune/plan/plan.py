@@ -100,7 +100,7 @@ class Axis:
         name: readable and unique in its plan, after the module that writes the axis.
         kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input``, ``branch``,
             ``vocabulary`` or ``expert``; or ``bits``, whose slots are bits of a tensor that is
-            quantized (``plan/bits.py``).
+            quantized (the feature ``int8``).
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the number of weights counted for one gate:

@@ -16,7 +16,7 @@ from l0prune.doors import provided
 from l0prune.errors import FileError, Interrupted, UsageError
 from l0prune.files.around import Around
 from l0prune.files.atomic import claimed
-from l0prune.gating.attaching import bypass, check_ungated, gates_of
+from l0prune.gating.attaching import bypass, check_ungated, gates_of, put_back_rounding
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.progress.stages import stage
@@ -35,7 +35,6 @@ from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
-from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import DenseSettings, Settings
 from l0prune.training.standing import Standing, report_frozen
 from l0prune.training.stepper import Teacher
@@ -78,7 +77,7 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
         if settings.learn == GATES:
             stack.callback(Standing(model, task.loss_module).release)
-        with put_back_quantizer(model):
+        with put_back_rounding(model):
             return _train_in(world, model, task, settings, gates)
 
 

@@ -21,15 +21,14 @@ from math import prod
 from torch import Tensor
 
 from l0prune.errors import UsageError
+from l0prune.features.int8.ranges import QuantizedLayer, Scheme
 from l0prune.plan.cost import CostModel
-from l0prune.plan.int8 import QuantizedLayer, Scheme
 from l0prune.plan.layout import Layouts, Slots
+from l0prune.plan.measures import FLOAT, Bops
 from l0prune.plan.numbers import is_count
 from l0prune.plan.plan import BITS, Axis, Cost, Plan
 
-FLOAT = 32  # bits of values that are not quantized
 MOST = 16  # largest bits of a menu: float32 holds no grid that is much finer
-UNIT = "bops"
 
 
 def check_menu(menu: Sequence[int]) -> tuple[int, ...]:
@@ -89,21 +88,23 @@ def with_bits(plan: Plan, scheme: Scheme, menu: Sequence[int]) -> Plan:
             continue
         layer = layers.get((cost.owner, cost.tensor))
         if layer is None:
-            costs.append(replace(cost, unit=UNIT, scale=cost.scale * FLOAT**2))
+            costs.append(replace(cost, unit=Bops.name, scale=cost.scale * FLOAT**2))
             continue
         sides = name_of_weight(layer), points[layer.reads]
         weight, read = (list(_terms(numbers[name], menu)) for name in sides)
         for more, of_weight in weight:
             for less, of_read in read:
                 dims = (*cost.dims, *of_weight, *of_read)
-                costs.append(replace(cost, unit=UNIT, scale=cost.scale * more * less, dims=dims))
+                costs.append(
+                    replace(cost, unit=Bops.name, scale=cost.scale * more * less, dims=dims)
+                )
     return replace(plan, axes=(*plan.axes, *axes), costs=(*plan.costs, *costs))
 
 
 def without_bits(plan: Plan) -> Plan:
     """Undo ``with_bits``."""
     axes = tuple(axis for axis in plan.axes if axis.kind != BITS)
-    return replace(plan, axes=axes, costs=tuple(c for c in plan.costs if c.unit != UNIT))
+    return replace(plan, axes=axes, costs=tuple(c for c in plan.costs if c.unit != Bops.name))
 
 
 def _terms(number: int, menu: Sequence[int]) -> Iterator[tuple[int, Layouts]]:
@@ -124,7 +125,7 @@ def bit_price(plan: Plan, menu: Sequence[int]) -> CostModel:
     for cost in plan.costs:
         if cost.unit == "macs":
             macs[cost.owner] += cost.scale * prod(dim.size for dim in cost.dims)
-        elif cost.unit == UNIT:
+        elif cost.unit == Bops.name:
             met = (dim.axis for dim in cost.dims if isinstance(dim, Slots))
             for number in met:
                 if plan.axes[number].kind == BITS:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.compensation import compensated
-from l0prune.exporting.onnx.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
+from l0prune.exporting.onnx.differences import Differences, Outputs, differences
+from l0prune.features.int8.compensation import compensated
+from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
 _SMALL = 0.05  # an error up to which nothing is searched
 _WORTH = 0.8  # nodes stay in float32 if at most this share of the error is left
 _TRIED = 2  # calls for trying layers one by one
 _MOST = 4  # one layer in so many may stay in float32
 _NAMED = 3
-
-Outputs = list[np.ndarray[Any, Any]]
-Differences = tuple[dict[str, float | None], dict[str, float]]
 
 
 class Comparison:
@@ -56,70 +52,6 @@ class Comparison:
         errors, agreement = self.with_outputs(self.outputs(network, calls))
         known = [1 - agreement[n] if error is None else error for n, error in errors.items()]
         return max(known, default=0.0)
-
-
-def differences(
-    names: Sequence[str], expected: Sequence[Outputs], found: Sequence[Outputs]
-) -> Differences:
-    """Return the error of each output and the agreement, as ``Int8`` has them."""
-    errors: dict[str, float | None] = {}
-    agreement: dict[str, float] = {}
-    for number, name in enumerate(names):
-        pairs = [(a[number], b[number]) for a, b in zip(expected, found, strict=False)]
-        is_whole = pairs[0][0].dtype.kind != "f"
-        errors[name] = None if is_whole else relative_error(pairs)
-        share = _equal(pairs) if is_whole else _same_largest(pairs)
-        if share is not None:
-            agreement[name] = share
-    return errors, agreement
-
-
-def as_texts(errors: Mapping[str, float | None], agreement: Mapping[str, float]) -> list[str]:
-    """Return the result of ``differences``, as a text for each output."""
-    found = []
-    for name, error in errors.items():
-        said = [] if error is None else [f"{error:.2%} from float32"]
-        if name in agreement:
-            same = "equal values" if error is None else "the same largest score"
-            said.append(f"{same} in {agreement[name]:.1%}")
-        found.append(f"{name} {', '.join(said)}")
-    return found
-
-
-Pairs = Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
-
-
-def relative_error(pairs: Pairs) -> float:
-    """Return the root mean square of the differences over that of the first of each pair.
-
-    Where the first is not finite, such as a mask of −∞, it is left out.
-    """
-    difference = size = 0.0
-    for expected, found in pairs:
-        counts = np.isfinite(expected)
-        a, b = expected[counts].astype(np.float64), found[counts].astype(np.float64)
-        difference += float(((a - b) ** 2).sum())
-        size += float((a**2).sum())
-    if not np.isfinite(difference):
-        return float("inf")
-    return float(np.sqrt(difference / size)) if size else float(difference > 0)
-
-
-def _equal(pairs: Pairs) -> float:
-    equal = sum(int((a == b).sum()) for a, b in pairs)
-    return equal / max(1, sum(a.size for a, _ in pairs))
-
-
-def _same_largest(pairs: Pairs) -> float | None:
-    """Return the share of equal argmax along the classes: dim 1, or the last of three dims.
-
-    None where there is one score only.
-    """
-    first = pairs[0][0]
-    dim = 2 if first.ndim == 3 else 1
-    if first.ndim < 2 or first.shape[dim] < 2:
-        return None
-    return _equal([(a.argmax(dim), b.argmax(dim)) for a, b in pairs])
 
 
 class Search:

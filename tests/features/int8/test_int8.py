@@ -13,16 +13,17 @@ from onnx import TensorProto, helper, numpy_helper
 from l0prune.capture.sizes import ANY
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import (
+from l0prune.exporting.onnx.differences import differences, relative_error
+from l0prune.exporting.onnx.times import Times, one_example
+from l0prune.features.int8.calibration import (
     EXAMPLES,
     divided,
     feeds_of,
     is_source,
     rows_in,
 )
-from l0prune.exporting.onnx.int8 import Int8, check_possible
-from l0prune.exporting.onnx.int8_search import Comparison, Search, differences, relative_error
-from l0prune.exporting.onnx.quantizer import (
+from l0prune.features.int8.file import Int8, check_possible
+from l0prune.features.int8.quantizer import (
     METHODS,
     MINMAX,
     Quantizer,
@@ -31,7 +32,7 @@ from l0prune.exporting.onnx.quantizer import (
     name_nodes,
     pool_means,
 )
-from l0prune.exporting.onnx.times import Times, one_example
+from l0prune.features.int8.search import Comparison, Search
 
 RANDOM = np.random.default_rng(0)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.plan.bits import bit_price, bits_left, check_menu, with_bits, without_bits
-from l0prune.plan.int8 import QuantizedLayer, Scheme
+from l0prune.features.int8.bits import bit_price, bits_left, check_menu, with_bits, without_bits
+from l0prune.features.int8.ranges import QuantizedLayer, Scheme
 from l0prune.plan.limits import bounds, limits
 from l0prune.plan.measures import measure_of
 from l0prune.plan.plan import Plan

@@ -11,8 +11,8 @@ from torch.fx import Node
 from l0prune.capture.capture import Captured
 from l0prune.capture.compat import ConvolutionBase
 from l0prune.capture.provenance import module_of, modules_of, within, without_call
+from l0prune.features.int8.ranges import QuantizedLayer, Scheme
 from l0prune.infer.nodes import PERMUTATIONS, RESHAPES, argument, operator_name
-from l0prune.plan.int8 import QuantizedLayer, Scheme
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _CONVOLUTIONS = tuple(f"aten.conv{dims}d" for dims in (1, 2, 3))

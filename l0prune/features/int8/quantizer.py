@@ -7,11 +7,10 @@ DequantizeLinear, which ONNX Runtime fuses into operators on integers.
 
 from __future__ import annotations
 
-import ast
 import platform
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, helper, numpy_helper
+from onnx import ModelProto, helper, numpy_helper
 
-from l0prune.capture.provenance import without_call
 from l0prune.capture.threads import muted
-from l0prune.errors import L0pruneError, first_line
+from l0prune.errors import L0pruneError, first_line, warn
 from l0prune.exporting.onnx.collect import processor_flags
+from l0prune.exporting.onnx.profile import owner_of
 
 Feed = dict[str, np.ndarray[Any, Any]]
 """Inputs of one call of a file, by name."""
@@ -161,6 +160,16 @@ def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
         return Quantizer.of(path, [inputs], Path(folder), (MINMAX,)).quantized()
 
 
+def int8_for_times() -> Callable[[ModelProto, Feed], ModelProto]:
+    """Return ``in_int8``; warn if times of int8 here do not hold elsewhere."""
+    if not has_dot_products():
+        warn(
+            "this processor has no VNNI instructions: times of int8 files here say nothing of "
+            "those on one that has. Measure on a machine like the one that will serve"
+        )
+    return in_int8
+
+
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
     """Raise errors of ONNX Runtime's quantizer within the context as L0pruneError."""
@@ -220,15 +229,6 @@ def name_nodes(model: ModelProto) -> None:
         while node.name in taken:
             node.name += "_"
         taken.add(node.name)
-
-
-def owner_of(node: NodeProto) -> str:
-    """Return the path of a node's innermost module, from the exporter's name scopes."""
-    for entry in node.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            scopes = ast.literal_eval(entry.value)
-            return without_call(scopes[-2]) if len(scopes) > 1 else ""
-    return ""
 
 
 def _ranges(

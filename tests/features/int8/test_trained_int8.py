@@ -12,8 +12,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import L0pruneError
-from l0prune.exporting.onnx.quantizer import has_dot_products
-from l0prune.exporting.onnx.trained import quantized
+from l0prune.features.int8.quantizer import has_dot_products
+from l0prune.features.int8.trained import quantized
 
 X = torch.randn(48, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 LARGEST = 127 if has_dot_products() else 63

@@ -10,10 +10,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.features.int8.fake_quantizer import FakeQuantizer
+from l0prune.features.int8.ranges import QuantizedLayer, Ranges, Scheme
 from l0prune.gating.attaching import bypass
-from l0prune.gating.fake_quantization import attach_quantizer, detach_quantizer
-from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.plan.int8 import QuantizedLayer, Ranges, Scheme
 
 INFINITE = float("inf")
 SCHEME = Scheme(
@@ -40,7 +39,7 @@ def model():
     model = l0prune.gate(network(), X[:2])
     gates = l0prune.gates(model)
     gates.set_open("0", [0, 2, 3, 5])
-    attach_quantizer(model, gates, FakeQuantizer.of(gates, RANGES))
+    FakeQuantizer.of(gates, RANGES).attach(model)
     return model
 
 
@@ -92,7 +91,7 @@ def test_gradients_go_straight_through_and_not_where_a_value_is_clamped(model):
 def test_ranges_are_moving_averages_of_what_steps_have_shown(model):
     gates = l0prune.gates(model)
     quantizer = FakeQuantizer(gates, SCHEME, 127)
-    attach_quantizer(model, gates, quantizer)
+    quantizer.attach(model)
     quantizer.is_observing = quantizer.is_on = True
     model.train()
     for scale in (1.0, 3.0):
@@ -118,7 +117,7 @@ def test_without_it_the_model_is_what_it_was(model):
         quantized = model(X)
         with bypass(model):
             assert torch.equal(model(X), network()(X))
-        detach_quantizer(model, gates)
+        gates.quantizer.detach(model)
         assert torch.equal(model(X), plain(X))
         assert not torch.equal(model(X), quantized)
     assert [type(module) for module in model] == [type(module) for module in plain]
@@ -148,7 +147,7 @@ def test_copies_pickles_and_files_have_their_own(model, tmp_path):
 def test_ranges_of_another_model_are_refused(model):
     other = l0prune.gate(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), X[0, 0, :3])
     with pytest.raises(UsageError, match="of another model"):
-        attach_quantizer(other, l0prune.gates(other), FakeQuantizer(None, SCHEME, 127))
+        FakeQuantizer(l0prune.gates(other), SCHEME, 127).attach(other)
     assert l0prune.gates(other).quantizer is None
 
 

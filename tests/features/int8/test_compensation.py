@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from onnx import helper, numpy_helper
 from test_int8 import file, run
 
-from l0prune.exporting.onnx import collect, compensation
-from l0prune.exporting.onnx.compensation import compensated
-from l0prune.exporting.onnx.int8_search import Comparison, Search, relative_error
-from l0prune.exporting.onnx.quantizer import MINMAX, Quantizer
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.differences import relative_error
+from l0prune.features.int8 import compensation
+from l0prune.features.int8.compensation import compensated
+from l0prune.features.int8.quantizer import MINMAX, Quantizer
+from l0prune.features.int8.search import Comparison, Search
 
 SHAPE, POINTS = (4, 6, 7), ("first", "second", "head")
 RANDOM = np.random.default_rng(0)  # its own, whatever other files have drawn

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
+from l0prune.features.int8.rounding import nearest, rounded
 from l0prune.selection.least_squares import damping
-from l0prune.selection.rounding import nearest, rounded
 
 STEP, LARGEST = 0.5, 3
 

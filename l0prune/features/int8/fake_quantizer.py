@@ -13,27 +13,24 @@ no rounding: of ``g·w`` step and weight are both g times as large. So BatchNorm
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.plan.int8 import LEVELS, SMALLEST, Ranges, Scheme
+from l0prune.features.int8.attaching import OnLayers
+from l0prune.features.int8.ranges import LEVELS, SMALLEST, Ranges, Scheme
+from l0prune.gating.bank import Gates
+from l0prune.plan.cost import CostModel
 from l0prune.plan.plan import Plan
 
 _LEAST_SHARE = 0.01  # of a step in the moving averages
 
 
-class _Bank(Protocol):
-    bypassed: bool
-    training: bool
-
-
-class FakeQuantizer:
+class FakeQuantizer(OnLayers):
     """Fake quantization of the layers of one gated model, and the ranges that it has seen.
 
     Attributes:
-        scheme: what is in eight bits.
         largest: the largest integer of a weight, by magnitude.
         is_on: forwards are quantized, at the points whose range is known.
         is_observing: forwards in training mode record the ranges of values.
@@ -41,8 +38,9 @@ class FakeQuantizer:
         counts: steps that each point's range is from; 0 where it is not known.
     """
 
-    def __init__(self, gates: _Bank, scheme: Scheme, largest: int) -> None:
-        self._gates, self.scheme, self.largest = gates, scheme, largest
+    def __init__(self, gates: Gates, scheme: Scheme, largest: int) -> None:
+        super().__init__(gates, scheme)
+        self.largest = largest
         self.is_on = self.is_observing = False
         self.ranges = torch.zeros(len(scheme.bounds), 2)
         self.counts = [0] * len(scheme.bounds)
@@ -51,7 +49,7 @@ class FakeQuantizer:
         self._seen: dict[int, Tensor] = {}  # least and most of this step
 
     @classmethod
-    def of(cls, gates: _Bank, ranges: Ranges) -> FakeQuantizer:
+    def of(cls, gates: Gates, ranges: Ranges) -> FakeQuantizer:
         """Return an enabled quantizer with ranges that a training found."""
         made = cls(gates, ranges.scheme, ranges.largest)
         made.take(ranges)
@@ -67,8 +65,16 @@ class FakeQuantizer:
         """Round the weights of a gated model to their grids; only ``LearnedBits`` does."""
 
     def for_file(self, plan: Plan, kept: Tensor) -> Ranges | None:
-        """Return the ranges for a file with these slots; None where nothing is quantized."""
-        return self.found
+        """See ``Rounding``."""
+        return self.found if any(self.counts) else None
+
+    def price(self, plan: Plan) -> CostModel | None:
+        """See ``Rounding``."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``Rounding``."""
+        return self.found.to_dict()
 
     @property
     def found(self) -> Ranges:
@@ -94,7 +100,7 @@ class FakeQuantizer:
     @property
     def acts(self) -> bool:
         """Return whether weights are read quantized now."""
-        return self.is_on and not self._gates.bypassed
+        return self.is_on and not self.gates.bypassed
 
     def weight(self, weight: Tensor, layer: int) -> Tensor:
         """Quantize the weight of this layer. Shape: ``(outputs, …)``, and so the result."""
@@ -108,9 +114,9 @@ class FakeQuantizer:
 
     def at(self, point: int, value: Tensor) -> Tensor:
         """Observe and quantize a value at this point. Shape: any, and so the result."""
-        if self._gates.bypassed or not value.numel():
+        if self.gates.bypassed or not value.numel():
             return value
-        if self.is_observing and self._gates.training:
+        if self.is_observing and self.gates.training:
             self._observe(point, value.detach())
         if not (self.is_on and self.counts[point]):
             return value

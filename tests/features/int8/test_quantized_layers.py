@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from l0prune.capture.capture import capture
-from l0prune.infer.quantized_layers import quantized_layers
+from l0prune.features.int8.layers import quantized_layers
 
 INFINITE = float("inf")
 ANY, POSITIVE = (-INFINITE, INFINITE), (0.0, INFINITE)

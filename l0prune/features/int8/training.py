@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from l0prune.errors import Interrupted, NotGated, UsageError
+from l0prune.errors import UsageError
 from l0prune.exporting.capture_parts import surveyed
 from l0prune.exporting.network import copies_of
+from l0prune.features.int8.bits import check_menu, with_bits
+from l0prune.features.int8.fake_quantizer import FakeQuantizer
+from l0prune.features.int8.layers import quantized_layers
+from l0prune.features.int8.learned_bits import LearnedBits
+from l0prune.features.int8.ranges import Scheme
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
-from l0prune.gating.fake_quantization import attach_quantizer, detach_quantizer
-from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.gating.learned_bits import LearnedBits
-from l0prune.infer.quantized_layers import quantized_layers
-from l0prune.plan.bits import with_bits, without_bits
-from l0prune.plan.int8 import Scheme
 from l0prune.running.processes import is_sharded, those_that_train
 from l0prune.training.phases import Phases
 
@@ -37,7 +35,7 @@ class Quantizing:
     Args:
         model: gated and whole. Ranges of an earlier run are dropped.
         phases: of the run.
-        menu: bit widths from which that of each tensor is learned; empty for eight bits.
+        bits: menu from which those of each tensor are learned; None for eight bits.
 
     Raises:
         UsageError: the model is captured in parts, its weights are in shards, or it has no layer
@@ -45,14 +43,15 @@ class Quantizing:
         CaptureError: torch.export can no longer follow it.
     """
 
-    def __init__(self, model: nn.Module, phases: Phases, menu: Sequence[int] = ()) -> None:
-        root, gates = holder(model)
+    def __init__(self, model: nn.Module, phases: Phases, bits: Sequence[int] | None = None) -> None:
+        menu = () if bits is None else check_menu(bits)
+        root, _ = holder(model)
         self._begins = min(phases.total // (_SOONER if menu else 2), phases.learning)
         self._from = 0 if menu else self._begins // 2
         self._until = max(1, self._begins) if menu else phases.total
         self._step = 0
         self._quantizer = _quantizer(root, tuple(menu))
-        attach_quantizer(root, gates, self._quantizer)
+        self._quantizer.attach(root)
 
     def begin(self, step: int) -> None:
         """Turn quantization and the observation of ranges on or off, before a step."""
@@ -82,39 +81,6 @@ class Quantizing:
         self._quantizer.load(**state)
 
 
-@contextmanager
-def put_back_quantizer(model: nn.Module) -> Iterator[None]:
-    """Restore a gated model's former fake quantization if the context fails."""
-    try:
-        root, gates = holder(model)
-    except NotGated:
-        yield
-        return
-    before, plan = gates.quantizer, gates.plan
-    log_alpha, clips = gates.log_alpha, gates.clips
-    try:
-        yield
-    except Interrupted:
-        raise
-    except BaseException:
-        detach_quantizer(root, gates)
-        if gates.plan is not plan:
-            gates.change_plan(plan, log_alpha)
-        gates.clips = clips
-        if before is not None:
-            attach_quantizer(root, gates, before)
-        raise
-
-
-def without_quantizer(model: nn.Module) -> None:
-    """Remove an earlier run's fake quantization, whose ranges expire when weights learn without."""
-    root, gates = holder(model)
-    detach_quantizer(root, gates)
-    gates.clips = None
-    if gates.plan.slots < gates.plan.size:
-        gates.change_plan(without_bits(gates.plan), gates.log_alpha[: gates.plan.slots])
-
-
 def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
     """Return the quantizer of a model for these bits, with the scheme of its last one, if any."""
     _, gates = holder(root)
@@ -124,16 +90,18 @@ def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
             "an int8 file is made of one. Leave quantize out"
         )
     before = gates.quantizer
+    assert before is None or isinstance(before, FakeQuantizer)
     if before is None or before.found.menu != menu:
         scheme = _scheme(root, sums=not menu) if before is None else before.scheme
-        without_quantizer(root)
+        if before is not None:
+            before.remove(root)
         if menu:
             _add_bits(gates, scheme, menu)
     else:
         scheme = before.scheme
     if menu:
         return LearnedBits(gates, scheme, menu)
-    from l0prune.exporting.onnx.quantizer import has_dot_products  # loads onnx
+    from l0prune.features.int8.quantizer import has_dot_products  # loads onnx
 
     largest = 127 if has_dot_products() else 63
     return FakeQuantizer(gates, scheme, largest if before is None else before.largest)

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from l0prune.exporting.onnx.calibration import divided
-from l0prune.exporting.onnx.quantizer import Feed
+from l0prune.features.int8.calibration import divided
+from l0prune.features.int8.quantizer import Feed
+from l0prune.features.int8.rounding import rounded
 from l0prune.files.onnx_session import session_of
 from l0prune.selection.least_squares import Moments, left_of, solve
 from l0prune.selection.matrices import Product, aten, product_of
-from l0prune.selection.rounding import rounded
 
 _ROWS = 1 << 14  # rows of a layer's input, over all calls
 _MOST = 2500  # features; with more, the bias alone is replaced

@@ -15,8 +15,8 @@ from l0prune.capture.sizes import Inputs
 from l0prune.data import Data
 from l0prune.data.dataset import as_arguments, without_labels
 from l0prune.errors import UsageError, warn
-from l0prune.exporting.onnx.quantizer import Feed
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.features.int8.quantizer import Feed
 from l0prune.running.task import Task, batch_length, is_split
 
 EXAMPLES = 128  # taken from a data source

@@ -20,9 +20,10 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from l0prune.errors import L0pruneError
-from l0prune.exporting.onnx.quantizer import is_x86, owner_of
+from l0prune.exporting.onnx.profile import owner_of
+from l0prune.features.int8.quantizer import is_x86
+from l0prune.features.int8.ranges import LEVELS, SMALLEST, QuantizedLayer, Ranges
 from l0prune.plan.globs import listed
-from l0prune.plan.int8 import LEVELS, SMALLEST, QuantizedLayer, Ranges
 
 _SHIFT = 128  # from uint8 to int8
 _LARGEST_BIAS = np.float32(2**30)  # as an integer

@@ -15,8 +15,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, Interrupted, UsageError
-from l0prune.exporting.onnx.trained import quantized
-from l0prune.gating.learned_bits import LearnedBits
+from l0prune.features.int8.learned_bits import LearnedBits
+from l0prune.features.int8.trained import quantized
 from l0prune.plan.measures import measure_of
 from l0prune.running.task import Task
 

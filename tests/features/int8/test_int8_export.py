@@ -13,7 +13,7 @@ from round_trips import metadata
 from timed_network import gated
 
 import l0prune
-from l0prune.exporting.onnx.int8_search import relative_error
+from l0prune.exporting.onnx.differences import relative_error
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ the first steps, times ``exp(θ)``, with one θ for each weight and each point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -27,12 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from l0prune.features.int8.bits import (
+    bit_price,
+    bits_left,
+    check_menu,
+    name_of_weight,
+    names_of_points,
+)
+from l0prune.features.int8.fake_quantizer import FakeQuantizer
+from l0prune.features.int8.ranges import SMALLEST, Bits, Ranges, Scheme
 from l0prune.gating.bank import Gates
-from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.multiplying import LINK, held
-from l0prune.plan.bits import bits_left, check_menu, name_of_weight, names_of_points
+from l0prune.plan.cost import CostModel
 from l0prune.plan.expected import first_order
-from l0prune.plan.int8 import SMALLEST, Bits, Ranges, Scheme
 from l0prune.plan.plan import Plan
 
 
@@ -154,7 +161,6 @@ class LearnedBits(FakeQuantizer):
     def __init__(self, gates: Gates, scheme: Scheme, menu: Sequence[int]) -> None:
         super().__init__(gates, scheme, 2 ** (menu[-1] - 1) - 1)
         self.menu = tuple(menu)
-        self._bank = gates
         slices = {axis.name: axis.slice for axis in gates.plan.axes}
         self._of_weights = [slices[name_of_weight(layer)] for layer in scheme.layers]
         self._of_points = {p: slices[name] for p, name in names_of_points(scheme).items()}
@@ -171,7 +177,7 @@ class LearnedBits(FakeQuantizer):
     @property
     def bits(self) -> dict[str, int]:
         """Bits of each weight and each input of a layer at the present gates, by name."""
-        return bits_left(self._bank.plan, self._bank.open().cpu(), self.menu)
+        return bits_left(self.gates.plan, self.gates.open().cpu(), self.menu)
 
     @property
     def by_layer(self) -> dict[str, tuple[int, int]]:
@@ -212,8 +218,8 @@ class LearnedBits(FakeQuantizer):
         return self.ranges[point].to(factor) * factor
 
     def _mixed(self, value: Tensor, number: int, where: slice | None, grids: list[Grid]) -> Tensor:
-        assert self._bank.clips is not None
-        theta, z = self._bank.clips[number], self._bank.current()
+        assert self.gates.clips is not None
+        theta, z = self.gates.clips[number], self.gates.current()
         if where is None:
             return _mixed(value, theta, z.new_ones(1), grids)
         shares = shares_of(z[where])
@@ -234,10 +240,14 @@ class LearnedBits(FakeQuantizer):
         return self._z[1]
 
     def _factor(self, number: int, like: Tensor) -> Tensor:
-        assert self._bank.clips is not None
-        return self._bank.clips[number].detach().to(like.device, _precise(like)).exp()
+        assert self.gates.clips is not None
+        return self.gates.clips[number].detach().to(like.device, _precise(like)).exp()
 
     # --- results of training ---------------------------------------------------------------
+
+    def price(self, plan: Plan) -> CostModel:
+        """See ``Rounding``."""
+        return bit_price(plan, self.menu)
 
     @torch.no_grad()
     def bake(self, model: nn.Module) -> None:
@@ -247,7 +257,7 @@ class LearnedBits(FakeQuantizer):
         gates is then equal to its quantized value; ``ends`` has for each layer the largest integer
         of each output, by magnitude.
         """
-        z = self._bank.z().tolist()
+        z = self.gates.z().tolist()
         done: dict[str, Tensor] = {}
         for number, layer in enumerate(self.scheme.layers):
             if layer.weight not in done:
@@ -264,9 +274,9 @@ class LearnedBits(FakeQuantizer):
 
         Shape: kept bool, ``(plan.size,)``.
         """
-        if not self.ends:
+        if not self.ends or not any(self.counts):
             return None
-        z, ends = self._bank.z().tolist(), []
+        z, ends = self.gates.z().tolist(), []
         for layer, end in zip(self.scheme.layers, self.ends, strict=True):
             rows = plan.mask(plan.tensors[plan.aliases.get(layer.weight, layer.weight)][0], kept)
             ends.append(tuple(end.cpu()[rows].tolist()))
@@ -298,6 +308,16 @@ def _baked(module: nn.Module, grid_of: Callable[[Tensor], Grid]) -> Tensor:
 def _level(z: Sequence[float]) -> int:
     """Return the index of the finest grid whose gate is open, with all gates before it."""
     return len([*takewhile(bool, z[1:])])
+
+
+def rounded_again(model: nn.Module, gates: Gates, saved: Mapping[str, Any]) -> None:
+    """Put the quantizer of a model's file (``Rounding.to_dict``) on the gated model.
+
+    Raises:
+        UsageError: the model lacks layers of it.
+        ValueError, TypeError, LookupError: the data is invalid.
+    """
+    quantizer_of(gates, Ranges.of(saved)).attach(model)
 
 
 def quantizer_of(gates: Gates, ranges: Ranges) -> FakeQuantizer:

@@ -8,8 +8,8 @@ from timed_network import gated
 
 import l0prune
 from l0prune.errors import L0pruneWarning
-from l0prune.exporting.onnx import quantizer
-from l0prune.exporting.onnx.quantizer import in_int8
+from l0prune.features.int8 import quantizer
+from l0prune.features.int8.quantizer import in_int8
 from l0prune.features.latency.network_files import INPUTS, Exporter, NetworkFiles
 from l0prune.features.latency.runtimes import runtime_of
 from l0prune.features.latency.sizes import slots_of

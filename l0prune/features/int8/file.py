@@ -20,29 +20,26 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import divided, feeds_of, is_source, rows_in
-from l0prune.exporting.onnx.int8_search import (
-    Comparison,
-    Differences,
-    Outputs,
-    Search,
-    as_texts,
-    differences,
-)
-from l0prune.exporting.onnx.quantizer import (
+from l0prune.exporting.onnx.differences import as_texts
+from l0prune.exporting.onnx.times import Times, as_text, times_beside
+from l0prune.exporting.onnx.writing import InFloat32, check_in_one
+from l0prune.exporting.opened import OnnxFile
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.features.int8.calibration import divided, feeds_of, is_source, rows_in
+from l0prune.features.int8.quantizer import (
     FIRST_OPSET,
     Feed,
     Quantizer,
     has_dot_products,
 )
-from l0prune.exporting.onnx.times import Times, as_text, times_beside
-from l0prune.exporting.onnx.trained import quantized
-from l0prune.exporting.onnx.writing import InFloat32, check_in_one
-from l0prune.exporting.opened import OnnxFile
-from l0prune.exporting.pieces import ExportedPart
-from l0prune.plan.int8 import Ranges
+from l0prune.features.int8.ranges import Ranges
+from l0prune.features.int8.search import (
+    Comparison,
+    Search,
+)
+from l0prune.features.int8.trained import quantized
 from l0prune.progress.stages import stage, steps
-from l0prune.running.batches import call, test_batches
+from l0prune.running.batches import test_batches
 from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
 
@@ -142,9 +139,31 @@ class Int8:
         return asdict(self)
 
 
-def path_of(path: Path) -> Path:
-    """Return the path of the int8 file beside a file: ``model.int8.onnx``."""
-    return path.with_name(f"{path.stem}.int8{path.suffix}")
+class Int8File:
+    """File in eight bits beside one in float32.
+
+    Args:
+        given: calibration data, as ``calibration.feeds_of`` takes it.
+        opset: of both files; None for the exporter's own choice.
+        pieces: that the files are made of.
+
+    Raises:
+        UsageError: the model is captured in parts, or the opset is too old.
+    """
+
+    def __init__(self, given: Any, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
+        check_possible(pieces, opset)
+        self._given = given
+
+    def beside(self, path: Path) -> Path:
+        """Return the path of this file beside another one: ``model.int8.onnx``."""
+        return path.with_name(f"{path.stem}.int8{path.suffix}")
+
+    def write(
+        self, proven: InFloat32, target: Path, ranges: Ranges | None, compensates: bool
+    ) -> Int8:
+        """Write the file: see ``write_int8``."""
+        return write_int8(proven, target, self._given, ranges, compensates)
 
 
 def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
@@ -245,19 +264,6 @@ def _searched(
         with stage("making up for the rounding"):
             search.compensate(seen)
     return search
-
-
-def compared_on(task: Task, first: OnnxFile, second: OnnxFile, batch_size: int) -> Differences:
-    """Return the ``differences`` of two files on the test data."""
-    answers: tuple[list[Outputs], list[Outputs]] = ([], [])
-    names: list[str] = []
-    for batch in test_batches(task, batch_size, torch.device("cpu"), WHOLE):
-        for file, kept in zip((first, second), answers, strict=True):
-            found = call(file, batch.inputs)
-            named = found if isinstance(found, Mapping) else {"output": found}
-            names = names or list(named)
-            kept.append([value.numpy() for value in named.values()])
-    return differences(names, *answers)
 
 
 def _metrics(

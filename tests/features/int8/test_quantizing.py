@@ -15,10 +15,9 @@ import l0prune
 from l0prune.errors import DataError, Interrupted, UsageError
 from l0prune.exporting.capture_parts import surveyed
 from l0prune.exporting.network import copies_of
+from l0prune.features.int8.fake_quantizer import FakeQuantizer
+from l0prune.features.int8.layers import quantized_layers
 from l0prune.gating.attaching import holder
-from l0prune.gating.fake_quantization import attach_quantizer
-from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.infer.quantized_layers import quantized_layers
 from l0prune.running.task import Task
 
 INT8 = {**SETTINGS, "quantize": "int8"}
@@ -95,7 +94,7 @@ def test_a_cut_network_learns_what_the_masked_one_does():
     assert [layer.path for layer in quantizer.scheme.layers] == [
         "stem", "branch.2", "branch.5", "head.1", "head.4",
     ]  # fmt: skip
-    attach_quantizer(root, gates, quantizer)
+    quantizer.attach(root)
     quantizer.is_observing = True
     model(IMAGES)
     quantizer.advance(quantizer.seen, quantizer.computed)

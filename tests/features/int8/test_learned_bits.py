@@ -9,9 +9,8 @@ import torch
 from few_bits import MENU, SCHEME, X, quantized
 
 import l0prune
-from l0prune.gating.fake_quantization import attach_quantizer
-from l0prune.gating.fake_quantizer import FakeQuantizer
-from l0prune.gating.learned_bits import (
+from l0prune.features.int8.fake_quantizer import FakeQuantizer
+from l0prune.features.int8.learned_bits import (
     LearnedBits,
     mixed,
     point_grids,
@@ -137,7 +136,7 @@ def test_eight_bits_alone_are_int8():
     with torch.no_grad():
         found = model(X)
         ranges = gates.quantizer.found
-        attach_quantizer(model, gates, int8 := FakeQuantizer(gates, SCHEME, 127))
+        (int8 := FakeQuantizer(gates, SCHEME, 127)).attach(model)
         int8.load(torch.tensor([ranges.least, ranges.most]).T, ranges.counts)
         int8.is_on = True
         assert float((model(X) - found).abs().max()) < 1e-6
@@ -168,7 +167,7 @@ def test_copies_pickles_and_files_have_their_own(tmp_path):
     pickled = torch.load(buffer, weights_only=False)
     for other in (copy.deepcopy(model), pickled, l0prune.load(tmp_path / "model.pt")):
         others = l0prune.gates(other)
-        assert others.quantizer._bank is others
+        assert others.quantizer.gates is others
         with torch.no_grad():
             assert torch.equal(other(X), model(X))
             others.clips.zero_()

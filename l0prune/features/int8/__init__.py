@@ -1,0 +1,14 @@
+"""Eight bits: ONNX files, training for them, and bits that are learned (``quantize=``)."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(
+    __name__,
+    functions={
+        "Int8File": "file",
+        "Quantizing": "training",
+        "check_menu": "bits",
+        "int8_for_times": "quantizer",
+        "rounded_again": "learned_bits",
+    },
+)
