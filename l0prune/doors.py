@@ -33,7 +33,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "exits": ("EarlyExits", "add_exits", "choose_exits", "exits"),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
     "gguf": (".gguf", "save_gguf"),
-    "half": ("HalfFile",),
+    "half": ("HalfFile", "dtype", "half_io"),
     "input_gates": (
         "InputMacs",
         "add_input_gates",
@@ -43,7 +43,15 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "input_gates",
         "skipping",
     ),
-    "int8": ("Int8File", "Quantizing", "check_menu", "int8_for_times", "rounded_again"),
+    "int8": (
+        "Int8File",
+        "Quantizing",
+        "check_menu",
+        "int8_for_times",
+        "rounded_again",
+        "int8",
+        "compensate_rounding",
+    ),
     "latency": (
         "LatencyTable",
         "measure",
@@ -84,7 +92,7 @@ class Feature:
         commands: of the command line, each a function with options in the way of typer, or a group
             of such (``typer.Typer``).
         options: of its commands, by parameter name, for each group of ``--help``.
-        most_used: options that ``--help`` shows, by command; without an entry it shows all.
+        most_used: options that ``--help`` shows, by command; of one without any it shows all.
         more: options of commands of the core: functions of the commands' names (``cli/more.py``).
         functions: that the core asks for, by ``provided``.
         sources: of models, by what is before the colon of a spec, or the suffix of a file

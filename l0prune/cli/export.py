@@ -51,26 +51,6 @@ Code = Annotated[
 Opset = Annotated[
     int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
 ]
-InInt8 = Annotated[
-    bool,
-    typer.Option(
-        "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
-    ),
-]
-Compensated = Annotated[
-    bool,
-    typer.Option(
-        "--compensate/--no-compensate",
-        help="With --int8: adjust weights to make up for the rounding, where it helps.",
-    ),
-]
-Dtype = Annotated[
-    Literal["float16", "bfloat16"] | None,
-    typer.Option(help="Write MODEL.float16.onnx (or bfloat16) beside the ONNX file."),
-]
-HalfIo = Annotated[
-    bool, typer.Option("--half-io", help="With --dtype: inputs and outputs are in it, too.")
-]
 ExternalData = Annotated[
     bool,
     typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
@@ -103,10 +83,7 @@ def export(
     write: options.Written = None,
     opset: Opset = None,
     external_data: ExternalData = False,
-    int8: InInt8 = False,
-    compensate: Compensated = True,
-    dtype: Dtype = None,
-    half_io: HalfIo = False,
+    extras: Extras = (),
     data: options.DataSpec = None,
     data_root: options.DataRoot = None,
     timed: Timed = True,
@@ -116,7 +93,6 @@ def export(
     report: options.WithReport = True,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
-    extras: Extras = (),
 ) -> None:
     """Slice the closed gates away and write a smaller model with its certificate.
 
@@ -124,27 +100,26 @@ def export(
 
     Examples:
         l0prune export --out small
-        l0prune export model.tuned.pt --int8 --data imagefolder:DIR
+        l0prune export model.tuned.pt --onnx --pt2 --verify float32
         l0prune export --onnx --pretrained small
     """
-    _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
+    if code and not pretrained:
+        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
     check_writers(write)
     path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
-    onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm, write))
-    given = (data, data_root, info, path, trust_pickle)
-    examples = _examples("--int8", given) if int8 else None
-    rest = [finish for extra in extras if (finish := extra(partial(_examples, given=given)))]
+    examples = partial(_examples, given=(data, data_root, info, path, trust_pickle))
+    asked = [more for extra in extras if (more := extra(examples)) is not None]
+    of_onnx: dict[str, Any] = {k: v for more in asked for k, v in more.onnx.items()}
+    onnx = onnx or bool(of_onnx) or not any((endings, state, pretrained, vllm, write))
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}{_unlearned(info, path)}")
     with shown(console=err):
         small = l0prune.export(model, verify=verify)
     small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
-    of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
-    of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
-    of_onnx |= {"time": timed}
+    of_onnx |= {"opset": opset, "external_data": external_data, "threads": threads, "time": timed}
     with shown(console=err):
         files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
         # ONNX files of parts lack the code between the parts.
@@ -152,7 +127,7 @@ def export(
             files += small.save(f"{stem}{ending}", model=built_by)
         loads = folders(small, pretrained, vllm, built_by, code=code)
         files += [file for each in write or () for file in small.save(each)]
-        further = [finish(small, stem) for finish in reversed(rest)]
+        further = [more.finish(small, stem) for more in reversed(asked) if more.finish is not None]
         files += [file for each in further for file in each.files]
     files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **small.to_dict()}
@@ -181,13 +156,6 @@ def _unlearned(info: dict[str, Any], path: Path) -> str:
         "finetune` command goes on from its checkpoint, and export takes the .tuned.pt that it "
         "writes in the end"
     )
-
-
-def _check_flags(*, half_io: bool, code: bool) -> None:
-    if half_io:
-        raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
-    if code:
-        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
 
 
 def check_writers(files: Iterable[Path] | None) -> None:

@@ -117,10 +117,10 @@ def gate(
     uniform: options.Uniform = defaults.UNIFORM,
     loadable_by: options.LoadableBy = defaults.LOADABLE_BY,
     outputs: options.Outputs = None,
+    extras: Extras = (),
     out: Out = None,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
-    extras: Extras = (),
 ) -> None:
     """Put a gate on every channel, neuron, head and branch that can be cut, and save the model.
 

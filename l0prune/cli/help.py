@@ -36,7 +36,7 @@ _GROUPS = {
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "write", "opset",
-        "external_data", "int8", "dtype", "half_io", "timed", "html", "run",
+        "external_data", "timed", "html", "run",
         "out", "report", "json",
     ),
     "Other": (),
@@ -50,9 +50,11 @@ _MOST_USED = {
     "gate": ("weights", "input", "data", "keep", "no_branches", "out"),
     "fit": ("data", "faster", "budget", "score", "out"),
     "finetune": ("data", "faster", "budget", "epochs", "batch_size", "lr"),
-    "export": ("onnx", "pretrained", "int8", "data", "out"),
+    "export": ("onnx", "pretrained", "data", "out"),
     "evaluate": ("weights", "data", "loss", "metric", "against"),
-} | {name: each.most_used[name] for name, each in behind("most_used")}  # fmt: skip
+}  # fmt: skip
+for _name, _each in behind("most_used"):
+    _MOST_USED[_name] = (*_MOST_USED.get(_name, ()), *_each.most_used[_name])
 _ALL = "--help-all"
 
 

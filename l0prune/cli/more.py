@@ -3,14 +3,16 @@
 A feature's function behind the door ``more`` has the name of a command. Its keyword arguments are
 options, and the command calls it with what else it takes: ``gate`` with the network and its
 example, for the network with gates to come; ``export``, before anything is cut, with a function
-that loads the examples for an option, for a ``Finish`` or None.
+that loads the examples for an option, for a ``More`` or None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from inspect import Parameter, signature
+from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from l0prune.doors import inner_first
@@ -37,10 +39,22 @@ Finish = Callable[..., Written]
 """Function of the ``Export`` and of the path of its files without an ending."""
 
 
+class More(NamedTuple):
+    """Files that an option of ``export`` asks for.
+
+    Attributes:
+        onnx: arguments of ``Export.save_onnx``, which then writes its file, too.
+        finish: what writes further files; None for nothing.
+    """
+
+    onnx: Mapping[str, Any] = MappingProxyType({})
+    finish: Finish | None = None
+
+
 def extended(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with all options that features add, which gets them as ``extras``."""
-    own = command.__name__
-    functions = [each.load("more", own) for name, each in inner_first("more") if name == own]
+    """Return a command with the options that features add, in the place of its ``extras``."""
+    found = [each for name, each in inner_first("more") if name == command.__name__]
+    functions = [each.load("more", command.__name__) for each in found]
     added = {each: added_options(each) for each in functions}
 
     @wraps(command)
@@ -49,10 +63,11 @@ def extended(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, extras=extras)
 
     whole = signature(command, eval_str=True)
-    kept = [each for each in whole.parameters.values() if each.name != "extras"]
-    more = (each for options in added.values() for each in options)
+    more = [each for options in added.values() for each in options]
     options = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in more]
-    run.__signature__ = whole.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    own = whole.parameters.values()
+    shown = (options if each.name == "extras" else [each] for each in own)
+    run.__signature__ = whole.replace(parameters=[*chain(*shown)])  # type: ignore[attr-defined]
     return run
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.more import Finish, Written
+from l0prune.cli.more import More, Written
 
 At = Annotated[
     list[str] | None,
@@ -31,7 +31,7 @@ def gate(module: Any, example: Any, *, exits: At = None) -> Any:
     return l0prune.add_exits(module, *example, at=at)
 
 
-def export(examples: Callable[[str], Any], *, exits: Chosen = None) -> Finish | None:
+def export(examples: Callable[[str], Any], *, exits: Chosen = None) -> More | None:
     """Return what writes the file that is left early, if it is asked for."""
     if not exits:
         return None
@@ -46,4 +46,4 @@ def export(examples: Callable[[str], Any], *, exits: Chosen = None) -> Finish | 
         file = early.save_onnx(f"{stem}.exits.onnx")
         return Written([file], {"exits": early.to_dict()}, early)
 
-    return finish
+    return More(finish=finish)

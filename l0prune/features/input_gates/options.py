@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.more import Finish, Written
+from l0prune.cli.more import More, Written
 from l0prune.errors import UsageError
 
 InputGates = Annotated[
@@ -48,9 +48,9 @@ def _number(text: str) -> float | None:
         return None
 
 
-def export(_: Callable[[str], Any], *, skipping: Skipping = False) -> Finish | None:
+def export(_: Callable[[str], Any], *, skipping: Skipping = False) -> More | None:
     """Return what writes the file that skips closed blocks, if it is asked for."""
-    return _skipping if skipping else None
+    return More(finish=_skipping) if skipping else None
 
 
 def _skipping(small: l0prune.Export, stem: object) -> Written:

@@ -4,6 +4,9 @@ from l0prune.doors import Feature
 
 FEATURE = Feature(
     __name__,
+    more={"export": "options"},
+    options={"Output": ("int8", "compensate_rounding")},
+    most_used={"export": ("int8",)},
     functions={
         "Int8File": "file",
         "Quantizing": "training",
