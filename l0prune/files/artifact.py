@@ -218,9 +218,6 @@ def load(
             return resize(model, path)
         return from_pretrained(path, trust_pickle=trust_pickle)
     content = _read(path)
-    for each in content.around:
-        if each.name not in AROUND:
-            raise FileError(f"{path} cannot be loaded: {no_such(AROUND.what, each.name, AROUND)}")
     if model is not None:
         check_ungated(model)
     try:
@@ -303,6 +300,9 @@ def _built(
     trust: bool,
 ) -> nn.Module:
     """Build the ungated module in the safest way that the file allows."""
+    for each in content.around:
+        if each.name not in AROUND:
+            raise FileError(f"{path} cannot be loaded: {no_such(AROUND.what, each.name, AROUND)}")
     structure, spec = content.structure, _spec(content.info)
     by_code = is_rebuildable(spec)
     if structure is None or (by_code and not structure.is_ordinary):

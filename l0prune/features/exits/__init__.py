@@ -1,4 +1,4 @@
-"""Early exits: heads that answer inside of a network, and files that are left where one is sure."""
+"""Early exits: heads by which easy inputs leave early. They paid on digits, not on a ResNet-20."""
 
 from l0prune.doors import Feature
 

@@ -1,4 +1,4 @@
-"""Gates that follow the input: each input opens other channels; blocks that close are skipped."""
+"""Gates that follow the input: each opens other channels. They saved no milliseconds so far."""
 
 from l0prune.doors import Feature
 

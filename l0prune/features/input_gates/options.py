@@ -16,7 +16,8 @@ InputGates = Annotated[
     typer.Option(
         "--input-gates",
         help="Gates that depend on the input: the share of the MACs that they leave on average "
-        "(0.7), paths of blocks (globs) that get them, or both.",
+        "(0.7), paths of blocks (globs) that get them, or both. They have saved no milliseconds so "
+        "far.",
     ),
 ]
 Skipping = Annotated[

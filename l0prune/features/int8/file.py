@@ -152,7 +152,14 @@ class Int8File:
     """
 
     def __init__(self, given: Any, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
-        check_possible(pieces, opset)
+        quantizer = "onnxruntime.quantization.quantize_static"
+        way_on = f"quantize the files of the parts with what each is given ({quantizer})"
+        check_in_one(pieces, "an int8 file", way_on)
+        if opset is not None and opset < FIRST_OPSET:
+            raise UsageError(
+                "an int8 file has a scale for each output of a layer, which opset "
+                f"{opset} cannot say: give {FIRST_OPSET} or more, or leave opset out"
+            )
         self._given = given
 
     def beside(self, path: Path) -> Path:
@@ -162,93 +169,65 @@ class Int8File:
     def write(
         self, proven: InFloat32, target: Path, ranges: Ranges | None, compensates: bool
     ) -> Int8:
-        """Write the file: see ``write_int8``."""
-        return write_int8(proven, target, self._given, ranges, compensates)
+        """Write the file of one in float32, and compare the two.
 
+        Args:
+            proven: the file in float32.
+            target: of the int8 file.
+            ranges: of the training, which the file then has; None to calibrate them.
+            compensates: whether weights that make up for the rounding are tried; see
+                ``compensation``. Weights that were trained with fake quantization stay as they are.
 
-def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
-    """Raise UsageError for a model or an opset that has no int8 file.
-
-    Raises:
-        UsageError: it is captured in parts, or the opset is too old.
-    """
-    quantizer = "onnxruntime.quantization.quantize_static"
-    way_on = f"quantize the files of the parts with what each is given ({quantizer})"
-    check_in_one(pieces, "an int8 file", way_on)
-    if opset is not None and opset < FIRST_OPSET:
-        raise UsageError(
-            f"an int8 file has a scale for each output of a layer, which opset {opset} cannot say: "
-            f"give {FIRST_OPSET} or more, or leave opset out"
+        Raises:
+            UsageError: the weights are in a separate file; the inputs do not fit, or are too few.
+            L0pruneError: ONNX Runtime cannot quantize it.
+        """
+        if proven.is_apart:
+            raise UsageError(
+                "no int8 file is made of one whose weights lie beside it (external_data, or more "
+                "than 2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
+                "external_data out"
+            )
+        path, piece, threads = proven.path, proven.piece, proven.threads
+        network = collect.Network(path, threads, collect.CPU)
+        names = [each.name for each in network.session.get_inputs()]
+        seen, unseen = divided(feeds_of(self._given, piece, names))
+        with tempfile.TemporaryDirectory() as folder:
+            comparison = Comparison(network, unseen)
+            if ranges is not None:
+                there = {name for name, tensor in piece.single.state_dict.items() if tensor.numel()}
+                made = quantized(onnx.load(str(path)), ranges, there)
+                method, search, seen = TRAINED, None, []
+            else:
+                search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
+                made, method = search.made(), search.method
+            del made.metadata_props[:]  # facts about the file in float32
+            target.write_bytes(made.SerializeToString())
+            found = collect.Network(target, threads, collect.CPU)
+            errors, agreement = comparison.with_outputs(comparison.outputs(found))
+            times, beside_dense = None, None
+            if proven.is_timed:
+                with stage("timing the int8 file beside the one in float32"):
+                    times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
+        metrics, tested = _metrics((path, target), self._given, piece)
+        about_it = Int8(
+            method=method,
+            calibrated=rows_in(seen, piece),
+            compared=rows_in(unseen, piece),
+            errors=errors,
+            agreement=agreement,
+            kept=tuple(search.kept) if search else (),
+            costly=tuple(search.costly) if search else (),
+            times=times,
+            beside_dense=beside_dense,
+            metrics=metrics,
+            tested=tested,
+            has_vnni=has_dot_products(),
+            bits={} if ranges is None else ranges.by_layer,
+            compensated=None if search is None else search.compensated,
         )
-
-
-def write_int8(
-    proven: InFloat32,
-    target: Path,
-    given: Any,
-    ranges: Ranges | None = None,
-    compensates: bool = True,
-) -> Int8:
-    """Write the int8 file of a file in float32, and compare the two.
-
-    Args:
-        proven: the file in float32.
-        target: of the int8 file.
-        given: calibration data, as ``calibration.feeds_of`` takes it.
-        ranges: of the training, which the file then has; None to calibrate them.
-        compensates: whether weights that make up for the rounding are tried; see ``compensation``.
-            Weights that were trained with fake quantization stay as they are.
-
-    Raises:
-        UsageError: the weights are in a separate file; the inputs do not fit, or are too few.
-        L0pruneError: ONNX Runtime cannot quantize it.
-    """
-    if proven.is_apart:
-        raise UsageError(
-            "no int8 file is made of one whose weights lie beside it (external_data, or more than "
-            "2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
-            "external_data out"
-        )
-    path, piece, threads = proven.path, proven.piece, proven.threads
-    network = collect.Network(path, threads, collect.CPU)
-    names = [each.name for each in network.session.get_inputs()]
-    seen, unseen = divided(feeds_of(given, piece, names))
-    with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(network, unseen)
-        if ranges is not None:
-            there = {name for name, tensor in piece.single.state_dict.items() if tensor.numel()}
-            made = quantized(onnx.load(str(path)), ranges, there)
-            method, search, seen = TRAINED, None, []
-        else:
-            search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
-            made, method = search.made(), search.method
-        del made.metadata_props[:]  # facts about the file in float32
-        target.write_bytes(made.SerializeToString())
-        found = collect.Network(target, threads, collect.CPU)
-        errors, agreement = comparison.with_outputs(comparison.outputs(found))
-        times, beside_dense = None, None
-        if proven.is_timed:
-            with stage("timing the int8 file beside the one in float32"):
-                times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
-    metrics, tested = _metrics((path, target), given, piece)
-    about_it = Int8(
-        method=method,
-        calibrated=rows_in(seen, piece),
-        compared=rows_in(unseen, piece),
-        errors=errors,
-        agreement=agreement,
-        kept=tuple(search.kept) if search else (),
-        costly=tuple(search.costly) if search else (),
-        times=times,
-        beside_dense=beside_dense,
-        metrics=metrics,
-        tested=tested,
-        has_vnni=has_dot_products(),
-        bits={} if ranges is None else ranges.by_layer,
-        compensated=None if search is None else search.compensated,
-    )
-    proven.describe(target, int8=json.dumps(about_it.to_dict()))
-    return about_it
+        proven.describe(target, int8=json.dumps(about_it.to_dict()))
+        return about_it
 
 
 def _searched(

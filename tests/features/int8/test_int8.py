@@ -22,7 +22,7 @@ from l0prune.features.int8.calibration import (
     is_source,
     rows_in,
 )
-from l0prune.features.int8.file import Int8, check_possible
+from l0prune.features.int8.file import Int8, Int8File
 from l0prune.features.int8.quantizer import (
     METHODS,
     MINMAX,
@@ -262,10 +262,10 @@ def test_inputs_of_which_no_file_can_be_made_are_refused():
 def test_a_model_in_parts_or_of_an_old_opset_has_no_int8_file():
     parts = [SimpleNamespace(path="a"), SimpleNamespace(path="b")]
     with pytest.raises(UsageError, match="becomes 2 ONNX files"):
-        check_possible(parts, None)
+        Int8File([], None, parts)
     with pytest.raises(UsageError, match="which opset 12 cannot say: give 13 or more"):
-        check_possible([piece()], 12)
-    check_possible([piece()], None)
+        Int8File([], 12, [piece()])
+    Int8File([], None, [piece()])
 
 
 def test_what_is_not_gained_is_said():
