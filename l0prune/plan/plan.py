@@ -121,6 +121,11 @@ class Axis:
         """Range of the axis in the flat vector of all gates."""
         return slice(self.start, self.start + self.size)
 
+    @property
+    def is_width(self) -> bool:
+        """Return whether its slots are parts of layers: no switch of a branch, and no bits."""
+        return self.kind not in (KIND, BITS)
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
