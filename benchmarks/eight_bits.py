@@ -52,9 +52,9 @@ from l0prune.capture.threads import muted
 from l0prune.data import Data, Tensors
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import divided
-from l0prune.exporting.onnx.int8_search import Comparison, Search
-from l0prune.exporting.onnx.quantizer import Feed, Quantizer, in_int8
+from l0prune.features.int8.calibration import divided
+from l0prune.features.int8.quantizer import Feed, Quantizer, in_int8
+from l0prune.features.int8.search import Comparison, Search
 from l0prune.features.latency.network_files import Exporter, Network
 from l0prune.files.consent import RECIPES
 from l0prune.plan.measures import measure_of

@@ -33,10 +33,10 @@ from benchmarks.budgets import part
 from benchmarks.cifar import CHECKPOINTS
 from l0prune.capture.example_inputs import first_rows
 from l0prune.data import Data, Tensors
-from l0prune.exporting.exits.file import forced_to
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import to_onnx
 from l0prune.exporting.slicing.program import reexport
+from l0prune.features.exits.file import forced_to
 from l0prune.files.consent import RECIPES
 from l0prune.files.model_sources import load_model
 

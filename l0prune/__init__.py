@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
-    from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
-    from l0prune.exporting.exits.skip_file import save_skipping
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
+    from l0prune.features.exits.adding import add_exits
+    from l0prune.features.exits.early_exits import EarlyExits, choose_exits
     from l0prune.features.experts.cut import shrink_experts
     from l0prune.features.experts.result import FewerExperts
+    from l0prune.features.input_gates.adding import add_input_gates
+    from l0prune.features.input_gates.macs import InputMacs, input_macs
+    from l0prune.features.input_gates.network import input_penalty
+    from l0prune.features.input_gates.skip_file import save_skipping
     from l0prune.features.latency.measure import measure
     from l0prune.features.latency.table import LatencyTable
     from l0prune.features.unlabelled.compensate import Compensation, compensate
@@ -43,11 +47,7 @@ if TYPE_CHECKING:
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
     from l0prune.training.budget import Budget
-    from l0prune.training.exits import add_exits
     from l0prune.training.history import History
-    from l0prune.training.input_cost import input_penalty
-    from l0prune.training.input_gates import add_input_gates
-    from l0prune.training.input_macs import InputMacs, input_macs
     from l0prune.training.penalty import param_groups, penalty
     from l0prune.training.pruner import Pruner
     from l0prune.training.settings import Settings
@@ -60,22 +60,17 @@ _HOMES = {
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
-    "EarlyExits": "exporting.exits.early_exits",
     "Export": "exporting.result",
     "Gate": "gating.kinds.base",
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
-    "InputMacs": "training.input_macs",
     "Measure": "plan.measures",
     "Pruner": "training.pruner",
     "Report": "report.report",
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
-    "add_exits": "training.exits",
-    "add_input_gates": "training.input_gates",
-    "choose_exits": "exporting.exits.early_exits",
     "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
@@ -84,8 +79,6 @@ _HOMES = {
     "from_pretrained": "files.smaller_model",
     "gate": "gating.gate",
     "gates": "gating.gate",
-    "input_macs": "training.input_macs",
-    "input_penalty": "training.input_cost",
     "load": "files.artifact",
     "load_data": "running.sources",
     "load_model": "files.model_sources",
@@ -95,7 +88,6 @@ _HOMES = {
     "read_info": "files.artifact",
     "resize": "files.smaller_model",
     "save": "files.artifact",
-    "save_skipping": "exporting.exits.skip_file",
     "score": "selection.scores",
     "scores": "selection",
     "survey": "report.survey",

@@ -30,9 +30,28 @@ GROUP = "l0prune.features"  # the folder, and the group of entry points
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "distillation": ("taught",),
     "example_guess": ("guess_example",),
+    "exits": ("EarlyExits", "add_exits", "choose_exits", "exits"),
     "experts": ("FewerExperts", "shrink_experts", "experts"),
     "gguf": (".gguf", "save_gguf"),
-    "half": ("HalfFile",),
+    "half": ("HalfFile", "dtype", "half_io"),
+    "input_gates": (
+        "InputMacs",
+        "add_input_gates",
+        "input_macs",
+        "input_penalty",
+        "save_skipping",
+        "input_gates",
+        "skipping",
+    ),
+    "int8": (
+        "Int8File",
+        "Quantizing",
+        "check_menu",
+        "int8_for_times",
+        "rounded_again",
+        "int8",
+        "compensate_rounding",
+    ),
     "latency": (
         "LatencyTable",
         "measure",
@@ -73,7 +92,8 @@ class Feature:
         commands: of the command line, each a function with options in the way of typer, or a group
             of such (``typer.Typer``).
         options: of its commands, by parameter name, for each group of ``--help``.
-        most_used: options that ``--help`` shows, by command; without an entry it shows all.
+        most_used: options that ``--help`` shows, by command; of one without any it shows all.
+        more: options of commands of the core: functions of the commands' names (``cli/more.py``).
         functions: that the core asks for, by ``provided``.
         sources: of models, by what is before the colon of a spec, or the suffix of a file
             (``files/consent.py``). The module registers them when it is imported, as do those of
@@ -91,6 +111,10 @@ class Feature:
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
             and return comparisons for the certificate.
         launchers: of the runs of a sweep (``features/sweep/launchers.py``).
+        sections: of a recipe: modules with a class ``Section`` (``features/recipes/files.py``).
+        around: networks that are put around a network, by the names that files know them by
+            (``files/around.py``).
+        criteria: of how sure an early exit is (``features/exits/criteria.py``).
     """
 
     package: str
@@ -99,6 +123,7 @@ class Feature:
     commands: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     most_used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    more: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +137,9 @@ class Feature:
     programs: Mapping[str, str] = field(default_factory=dict)
     file_checks: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, str] = field(default_factory=dict)
+    around: Mapping[str, str] = field(default_factory=dict)
+    criteria: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -152,6 +180,18 @@ def behind(door: str) -> Iterator[tuple[str, Feature]]:
     for feature in features().values():
         for name in getattr(feature, door):
             yield name, feature
+
+
+def inner_first(door: str) -> list[tuple[str, Feature]]:
+    """Return all that is behind a door, of each feature before those that it needs.
+
+    In this order they change a network: what a feature needs works on what the feature made.
+    """
+
+    def depth(feature: Feature) -> int:
+        return 1 + max((depth(features()[name]) for name in feature.needs), default=0)
+
+    return sorted(behind(door), key=lambda each: depth(each[1]), reverse=True)
 
 
 def feature_with(door: str, name: str) -> Feature | None:

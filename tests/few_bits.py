@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.gating.fake_quantization import attach_quantizer
-from l0prune.gating.learned_bits import LearnedBits
-from l0prune.plan.bits import with_bits
-from l0prune.plan.int8 import QuantizedLayer, Scheme
+from l0prune.features.int8.bits import with_bits
+from l0prune.features.int8.learned_bits import LearnedBits
+from l0prune.features.int8.ranges import QuantizedLayer, Scheme
 
 MENU = (2, 4, 8, 16)
 INFINITE = float("inf")
@@ -46,5 +45,5 @@ def quantized(menu):
     made = LearnedBits(gates, SCHEME, menu)
     made.load(torch.tensor([[-1.5, 2.0], [0.0, 3.0], [-2.0, 2.0]]), (1, 1, 1))
     made.is_on = True
-    attach_quantizer(model, gates, made)
+    made.attach(model)
     return model, gates

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 import l0prune
 from l0prune.data import Loaded, Tensors
+from l0prune.doors import features
 from l0prune.gating.kinds.base import register
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.running.task import Task
@@ -134,6 +135,9 @@ RUNS = {
     "in eight bits": (mlp, doubled, {"quantize": "int8", "settle": 1.5}),
     "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip
+for of, feature in {"in eight bits": "int8", "distilled": "distillation"}.items():
+    if feature not in features():
+        del RUNS[of]
 
 
 def outcome(name, **settings):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import l0prune
+from l0prune.cli.more import added_options
 from l0prune.doors import BUILT_IN, features
 
 ROOT = Path(l0prune.__file__).parent
@@ -43,6 +44,7 @@ ASKED_FOR = (
     "runtimes",
     "formats",
     "writers",
+    "around",
 )  # by a user
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -152,7 +154,10 @@ def test_built_in_features_are_those_that_there_are_and_what_a_user_may_ask_of_t
     assert {*BUILT_IN} == there
     for name, words in BUILT_IN.items():
         each = features()[name]
-        assert {*words} == {word for door in ASKED_FOR for word in getattr(each, door)}, name
+        more = [each.load("more", command) for command in each.more]
+        asked = {option.name for function in more for option in added_options(function)}
+        asked |= {word for door in ASKED_FOR for word in getattr(each, door)}
+        assert {*words} == asked, name
     assert sum(map(len, BUILT_IN.values())) == len({*chain(*BUILT_IN.values())})
     rings = (ROOT.parent / "docs/architecture.md").read_text(encoding="utf-8")
     rings = rings.partition("## Two rings")[2].partition("\n## ")[0]

@@ -11,6 +11,7 @@ import pytest
 from processes import LONGEST
 
 import l0prune
+from l0prune.cli.more import added_options
 from l0prune.doors import BUILT_IN, features
 
 ROOT = Path(l0prune.__file__).parents[1]
@@ -91,8 +92,12 @@ def test_without_a_feature_the_rest_is_whole(name, tmp_path):
     with_it = {*re.findall(r"^  ([a-z]+)  ", whole_help(), re.MULTILINE)}
     gone = {word for each in features() if each not in rest for word in features()[each].commands}
     assert listed == with_it - gone
-    for command in features()[name].commands:
-        asked = python("-m", "l0prune", command, folder=tmp_path)
+    more = [(command, features()[name].load("more", command)) for command in features()[name].more]
+    options = [(c, o.name) for c, function in more for o in added_options(function)]
+    commands = [[each] for each in features()[name].commands]
+    commands += [[command, f"--{option.replace('_', '-')}"] for command, option in options]
+    for words in commands:
+        asked = python("-m", "l0prune", *words, folder=tmp_path)
         assert asked.returncode == 2
         assert asked.stderr.split() == (
             f"error: this installation of l0prune has no feature {name!r}".split()

@@ -20,7 +20,8 @@ FILES = {
             __name__,
             names={"half_of": "halving"},
             commands={"halve": "command"},
-            options={"Budget": ("share",)},
+            options={"Budget": ("share",), "Output": ("noted",)},
+            more={"export": "command"},
             scores={"first-half": "halving"},
         )
     """,
@@ -43,6 +44,10 @@ FILES = {
         def halve(number: float, share: Annotated[float, typer.Option(help="Of it.")] = 0.5):
             """Print a share of a number."""
             print(number * share)
+
+        def export(examples, *, noted: Annotated[str, typer.Option(help="A note.")] = "none"):
+            """Print a note before anything is cut."""
+            print(noted)
     ''',
     "halves-1.0.dist-info/METADATA": """
         Metadata-Version: 2.1
@@ -111,6 +116,7 @@ def test_its_command_is_one_of_l0prune(installed):
 
     assert "halve " in said("--help").stdout
     assert "Budget:\n  --share" in said("halve", "--help").stdout
+    assert "A note. [none]" in said("export", "--help-all").stdout.partition("Output:\n")[2]
     done = said("halve", "6", "--share", "0.25")
     assert (done.returncode, done.stdout) == (0, "1.5\n")
 

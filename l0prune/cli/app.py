@@ -20,6 +20,7 @@ from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
 from l0prune.cli.help import GroupedCommand
 from l0prune.cli.messages import own_warnings, run_command
+from l0prune.cli.more import extended
 from l0prune.cli.report import report
 from l0prune.doors import behind, missing
 from l0prune.errors import UsageError
@@ -52,7 +53,7 @@ app = typer.Typer(
 )
 COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
-    app.command(cls=GroupedCommand)(command)
+    app.command(cls=GroupedCommand)(extended(command) if command in (gate, export) else command)
 for name, feature in behind("commands"):
     found = feature.load("commands", name)
     if isinstance(found, typer.Typer):

@@ -104,7 +104,7 @@ def evaluate(
 
 def _comparison(path: Path, against: Path, task: Any, batch_size: int) -> dict[str, Any]:
     """Return differences and agreement of two ONNX files' outputs on the test data."""
-    from l0prune.exporting.onnx.int8 import compared_on  # loads torch and onnx
+    from l0prune.exporting.onnx.differences import compared_on  # loads torch and onnx
     from l0prune.exporting.opened import ONNX, OnnxFile
     from l0prune.files.pickles import check_exists
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from rich.console import Group
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say
+from l0prune.cli.more import Extras
 from l0prune.cli.opening import (
     LATENCY,
     load_data,
@@ -49,41 +51,6 @@ Code = Annotated[
 Opset = Annotated[
     int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
 ]
-InInt8 = Annotated[
-    bool,
-    typer.Option(
-        "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
-    ),
-]
-Compensated = Annotated[
-    bool,
-    typer.Option(
-        "--compensate/--no-compensate",
-        help="With --int8: adjust weights to make up for the rounding, where it helps.",
-    ),
-]
-Dtype = Annotated[
-    Literal["float16", "bfloat16"] | None,
-    typer.Option(help="Write MODEL.float16.onnx (or bfloat16) beside the ONNX file."),
-]
-HalfIo = Annotated[
-    bool, typer.Option("--half-io", help="With --dtype: inputs and outputs are in it, too.")
-]
-Exits = Annotated[
-    str | None,
-    typer.Option(
-        help="With early exits (`gate --exits`): write MODEL.exits.onnx, whose thresholds are "
-        "chosen on --data's test part for tolerance=1%, latency=8ms or macs=0.5."
-    ),
-]
-Skipping = Annotated[
-    bool,
-    typer.Option(
-        "--skipping",
-        help="With input gates (`gate --input-gates`): write MODEL.skipping.onnx, which skips "
-        "blocks that they close as a whole, for one example at a time.",
-    ),
-]
 ExternalData = Annotated[
     bool,
     typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
@@ -116,12 +83,7 @@ def export(
     write: options.Written = None,
     opset: Opset = None,
     external_data: ExternalData = False,
-    int8: InInt8 = False,
-    compensate: Compensated = True,
-    dtype: Dtype = None,
-    half_io: HalfIo = False,
-    exits: Exits = None,
-    skipping: Skipping = False,
+    extras: Extras = (),
     data: options.DataSpec = None,
     data_root: options.DataRoot = None,
     timed: Timed = True,
@@ -138,27 +100,26 @@ def export(
 
     Examples:
         l0prune export --out small
-        l0prune export model.tuned.pt --int8 --data imagefolder:DIR
+        l0prune export model.tuned.pt --onnx --pt2 --verify float32
         l0prune export --onnx --pretrained small
     """
-    _check_flags(half_io=half_io and not dtype, code=code and not pretrained)
+    if code and not pretrained:
+        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
     check_writers(write)
     path = file or newest("*.tuned.pt", "*.fit.pt", "*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
-    onnx = onnx or int8 or dtype is not None or not any((endings, state, pretrained, vllm, write))
-    given = (data, data_root, info, path, trust_pickle)
-    examples = _examples("--int8", *given) if int8 else None
-    held_out = _examples("--exits", *given) if exits else None
+    examples = partial(_examples, given=(data, data_root, info, path, trust_pickle))
+    asked = [more for extra in extras if (more := extra(examples)) is not None]
+    of_onnx: dict[str, Any] = {k: v for more in asked for k, v in more.onnx.items()}
+    onnx = onnx or bool(of_onnx) or not any((endings, state, pretrained, vllm, write))
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}{_unlearned(info, path)}")
     with shown(console=err):
         small = l0prune.export(model, verify=verify)
     small.preprocessing, stem = preprocessing_in(info, path), _stem(out, path, small.source)
-    of_onnx: dict[str, Any] = {"opset": opset, "external_data": external_data, "threads": threads}
-    of_onnx |= {"int8": examples, "compensate": compensate, "dtype": dtype, "half_io": half_io}
-    of_onnx |= {"time": timed}
+    of_onnx |= {"opset": opset, "external_data": external_data, "threads": threads, "time": timed}
     with shown(console=err):
         files = [*small.save_onnx(f"{stem}{ONNX}", **of_onnx)] if onnx else []
         # ONNX files of parts lack the code between the parts.
@@ -166,15 +127,16 @@ def export(
             files += small.save(f"{stem}{ending}", model=built_by)
         loads = folders(small, pretrained, vllm, built_by, code=code)
         files += [file for each in write or () for file in small.save(each)]
-        early = _choose_exits(small, held_out, exits) if exits else None
-        files += [early.save_onnx(f"{stem}.exits{ONNX}")] if early else []
-        files += [l0prune.save_skipping(small, f"{stem}.skipping{ONNX}")] if skipping else []
+        further = [more.finish(small, stem) for more in reversed(asked) if more.finish is not None]
+        files += [file for each in further for file in each.files]
     files += [each for each in (pretrained, vllm) if each]
     result = {"files": [str(f) for f in files], **small.to_dict()}
-    result |= ({"loads": loads} if loads else {}) | ({"exits": early.to_dict()} if early else {})
+    result |= {"loads": loads} if loads else {}
+    for each in further:
+        result |= each.result
     if report:
         result["page"] = _write_report(small, model, info, path, stem)
-    emit(result, json, Group(small, early or ""))
+    emit(result, json, Group(small, *(each.shown for each in further if each.shown is not None)))
     say_written(files, loads, json)
 
 
@@ -194,13 +156,6 @@ def _unlearned(info: dict[str, Any], path: Path) -> str:
         "finetune` command goes on from its checkpoint, and export takes the .tuned.pt that it "
         "writes in the end"
     )
-
-
-def _check_flags(*, half_io: bool, code: bool) -> None:
-    if half_io:
-        raise UsageError("--half-io is about the file that --dtype float16 or bfloat16 writes.")
-    if code:
-        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
 
 
 def check_writers(files: Iterable[Path] | None) -> None:
@@ -226,25 +181,12 @@ def folders(
     return "\n".join(said)
 
 
-def _choose_exits(small: l0prune.Export, held_out: Any, asked: str) -> l0prune.EarlyExits:
-    """Choose the thresholds of exits, for a tolerance or a budget given as text."""
-    name, _, value = asked.partition("=")
-    if name.strip() == "tolerance":
-        return l0prune.choose_exits(small, held_out, tolerance=value)
-    return l0prune.choose_exits(small, held_out, budget=asked)
-
-
 def _examples(
-    option: str,
-    data: str | None,
-    root: Path | None,
-    info: dict[str, Any],
-    path: Path,
-    trust_pickle: bool,
+    option: str, given: tuple[str | None, Path | None, dict[str, Any], Path, bool]
 ) -> Any:
     """Load the data source whose examples an option needs."""
     missing = f"{option} needs examples: give --data mnist, imagefolder:DIR or file.py:function"
-    return load_data(*recorded_data(data, root, info, path, trust_pickle, missing))
+    return load_data(*recorded_data(*given, missing))
 
 
 def _write_report(

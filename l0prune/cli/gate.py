@@ -10,6 +10,7 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.messages import emit, say
+from l0prune.cli.more import Extras
 from l0prune.cli.opening import example_inputs, free_dims, load_data, open_model, with_step
 from l0prune.cli.options import key_values
 from l0prune.cli.project import chosen, output_path
@@ -53,18 +54,6 @@ Branches = Annotated[
 ]
 NoBranches = Annotated[
     bool, typer.Option("--no-branches", help="Gates on widths only: no whole block is removed.")
-]
-Exits = Annotated[
-    list[str] | None,
-    typer.Option(help="Number of early exits, or paths of the modules that they read (globs)."),
-]
-InputGates = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input-gates",
-        help="Gates that depend on the input: the share of the MACs that they leave on average "
-        "(0.7), paths of blocks (globs) that get them, or both.",
-    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
 
@@ -128,8 +117,7 @@ def gate(
     uniform: options.Uniform = defaults.UNIFORM,
     loadable_by: options.LoadableBy = defaults.LOADABLE_BY,
     outputs: options.Outputs = None,
-    exits: Exits = None,
-    input_gates: InputGates = None,
+    extras: Extras = (),
     out: Out = None,
     trust_pickle: options.TrustPickle = False,
     json: options.Json = False,
@@ -150,7 +138,8 @@ def gate(
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)
-    module = _extended(module, example, input_gates, exits)
+    for extra in extras:
+        module = extra(module, example)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,
@@ -194,40 +183,12 @@ def _origin(spec: str, named: dict[str, Any]) -> dict[str, str]:
     return found | ({"model": spec} if is_rebuildable(spec) else {})
 
 
-def _extended(
-    module: Any, example: Any, input_gates: list[str] | None, exits: list[str] | None
-) -> Any:
-    """Return the network with input gates and early exits, if requested."""
-    if input_gates:
-        module = l0prune.add_input_gates(module, *example, **_of_input_gates(input_gates))
-    if exits:
-        at = int(exits[0]) if len(exits) == 1 and exits[0].isdecimal() else exits
-        module = l0prune.add_exits(module, *example, at=at)
-    return module
-
-
 def _said(result: dict[str, Any]) -> str:
     branches = f", {result['branches']} of them whole branches" if result["branches"] else ""
     return (
         f"{result['file']}: {result['gates']:,} gates, factors that training can close, on "
         f"{result['axes']} axes{branches}; next: l0prune finetune"
     )
-
-
-def _of_input_gates(given: list[str]) -> dict[str, Any]:
-    """Convert a number and paths of blocks to the arguments of ``add_input_gates``."""
-    targets = [number for each in given if (number := _number(each)) is not None]
-    if len(targets) > 1:
-        raise UsageError(f"--input-gates has two shares, {targets[0]:g} and {targets[1]:g}")
-    at = [each for each in given if _number(each) is None]
-    return {"at": at or "*", "target": targets[0] if targets else None}
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _summary(model: Any, found: l0prune.Survey) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _GROUPS = {
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
         "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
-        "input_gates", "penalty", "elements",
+        "penalty", "elements",
     ),
     "Budget": ("faster", "budget", "lam", "latency", "round_to", "target", "measures", "counting"),
     "Training": (
@@ -37,8 +37,8 @@ _GROUPS = {
     ),
     "Output": (
         "onnx", "pt2", "pte", "tflite", "state", "pretrained", "code", "vllm", "write", "opset",
-        "external_data", "int8", "dtype", "half_io", "exits", "timed", "html", "run",
-        "skipping", "out", "report", "json",
+        "external_data", "timed", "html", "run",
+        "out", "report", "json",
     ),
     "Other": (),
 }  # fmt: skip
@@ -51,9 +51,11 @@ _MOST_USED = {
     "gate": ("weights", "input", "data", "keep", "no_branches", "out"),
     "fit": ("data", "faster", "budget", "score", "out"),
     "finetune": ("data", "faster", "budget", "epochs", "batch_size", "lr"),
-    "export": ("onnx", "pretrained", "int8", "data", "out"),
+    "export": ("onnx", "pretrained", "data", "out"),
     "evaluate": ("weights", "data", "loss", "metric", "against"),
-} | {name: each.most_used[name] for name, each in behind("most_used")}  # fmt: skip
+}  # fmt: skip
+for _name, _each in behind("most_used"):
+    _MOST_USED[_name] = (*_MOST_USED.get(_name, ()), *_each.most_used[_name])
 _ALL = "--help-all"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from l0prune.doors import missing
 from l0prune.errors import L0pruneError, L0pruneWarning, StoppedElsewhere, UsageError
 from l0prune.progress.launched import is_first_process
 from l0prune.progress.stages import Stage, watched
@@ -58,7 +59,8 @@ def run_command(command: Callable[[], Any]) -> int:
         # An error about options; by version the class is click's or typer's.
         show = getattr(error, "show", None)
         if show is not None and hasattr(error, "exit_code"):
-            show()
+            option = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+            complain(sentence) if (sentence := missing(option)) else show()
             return WRONG_USE
         unexpected(error)
         return FAILED

@@ -99,7 +99,7 @@ def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -
         dense,
     )
     quantizer = holder(network.gated)[1].quantizer
-    if quantizer is not None and any(quantizer.counts):
+    if quantizer is not None:
         result.ranges = quantizer.for_file(result.plan, result.kept)
     placed(result.module, device_of(gated))
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -22,7 +22,6 @@ from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
 from l0prune.files.source_file import SourceFile
 from l0prune.plan.globs import listed
-from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.plan.targets import TARGET
@@ -30,18 +29,11 @@ from l0prune.plan.width_times import are_in_blocks
 from l0prune.running.environment import as_html
 from l0prune.selection.fitting import times_on
 
-if TYPE_CHECKING:
-    from l0prune.exporting.onnx.int8 import Int8
-
 PRECISIONS = ("float64", "float32")
 
 
-class InHalf(Protocol):
-    """Comparison of a file in 16 bits with the file in float32 that it was made from."""
-
-    @property
-    def dtype(self) -> str:
-        """``float16`` or ``bfloat16``."""
+class InFewerBits(Protocol):
+    """Comparison of a file in fewer bits with the file in float32 that it was made from."""
 
     @property
     def warnings(self) -> list[str]:
@@ -49,6 +41,14 @@ class InHalf(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data."""
+
+
+class InHalf(InFewerBits, Protocol):
+    """Comparison of a file in 16 bits with the file in float32 that it was made from."""
+
+    @property
+    def dtype(self) -> str:
+        """``float16`` or ``bfloat16``."""
 
 
 class Nearness(Protocol):
@@ -132,12 +132,12 @@ class Outcome:
     _dense: DenseNetwork = field(repr=False)
     asked: tuple[str, ...] = ()
     speedup: Speedup | None = None
-    int8: Int8 | None = None
+    int8: InFewerBits | None = None
     half: InHalf | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: SourceFile | None = None
-    ranges: Ranges | None = field(default=None, repr=False)
+    ranges: Any = field(default=None, repr=False)
     fidelity: Nearness | None = None
     curve: tuple[Tried, ...] = ()
     changed: bool = False

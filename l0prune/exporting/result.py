@@ -167,9 +167,7 @@ class Export(Outcome):
                 in_half = provided("HalfFile")(dtype, opset, pieces)
                 opset = in_half.opset
             if int8 is not None:
-                from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
-
-                eight_bits.check_possible(pieces, opset)
+                in_int8 = provided("Int8File")(int8, opset, pieces)
             with Unfinished() as files:
                 with counter.takes(_WRITTEN):
                     certificate = self._write_proven(files, path, opset, external_data)
@@ -182,11 +180,9 @@ class Export(Outcome):
                 facts = self._describe(files, certificate)
                 proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense)
                 if int8 is not None:
-                    target, _ = files.begin(eight_bits.path_of(file))
+                    target, _ = files.begin(in_int8.beside(file))
                     with counter.takes(_IN_INT8):
-                        self.int8 = eight_bits.write_int8(
-                            proven, target, int8, self.ranges, compensate
-                        )
+                        self.int8 = in_int8.write(proven, target, self.ranges, compensate)
                 if dtype is not None:
                     unfinished_half = files.begin(in_half.beside(file))
                     self.half = in_half.write(proven, *unfinished_half, half_io)

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.threads import muted
-from l0prune.files.exit_network import ExitNetwork, PooledLinear
+from l0prune.doors import behind
+from l0prune.files.around import AROUND
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
@@ -126,15 +127,25 @@ def allowed(name: str) -> Any | None:
     for package in _PACKAGES:
         if name.startswith(f"{package}."):
             return _module_classes(package).get(name)
-    return None
+    return _of_features(name)
 
 
 @functools.cache
 def _helpers() -> dict[str, Any]:
     functions = [getattr(F, name) for name in _ACTIVATIONS.split()]
     names = {f"{f.__module__}.{f.__qualname__}": StandIn(f) for f in functions}
-    exits = {f"{c.__module__}.{c.__qualname__}": StandIn(c) for c in (ExitNetwork, PooledLinear)}
-    return {**names, **exits, "functools.partial": ModulePartial}
+    return {**names, "functools.partial": ModulePartial}
+
+
+@functools.cache
+def _of_features(name: str) -> StandIn | None:
+    """Return a class of what a feature puts around networks; no other feature is imported."""
+    for key, feature in behind("around"):
+        if name.startswith(f"{feature.package}.") and not AROUND[key].has_hooks:
+            for each in (AROUND[key], *AROUND[key].ordinary):
+                if name == f"{each.__module__}.{each.__qualname__}":
+                    return StandIn(each)
+    return None
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from l0prune.capture.example_inputs import opened
 from l0prune.capture.sizes import FreeSizes
+from l0prune.doors import no_such, provided
 from l0prune.errors import FileError, UsageError
+from l0prune.files.around import AROUND, Around
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
-from l0prune.files.exit_network import ExitNetwork
-from l0prune.files.input_gates import InputGatedNetwork
 from l0prune.files.model_sources import load_model
 from l0prune.files.pickles import check_exists, check_whole, load_bytes
 from l0prune.files.plan_check import check_plan
@@ -47,11 +47,8 @@ from l0prune.files.tensor_file import (
 from l0prune.files.user_code import is_rebuildable
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_or_none
 from l0prune.gating.bank import Gates
-from l0prune.gating.fake_quantization import attach_quantizer
 from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
-from l0prune.gating.learned_bits import quantizer_of
-from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 
 FORMAT = 4  # raised when older versions cannot read what this one writes
@@ -64,15 +61,7 @@ _OF_GATES = (_LOG_ALPHA, _TEMPERATURE, _) = (
 )
 
 
-# Keys of ``info`` for early exits and input gates, with the classes that are rebuilt from them.
-_EXITS, _INPUT_GATES = "exits", "input_gates"
-_AROUND: dict[str, type[ExitNetwork | InputGatedNetwork]] = {
-    _EXITS: ExitNetwork,
-    _INPUT_GATES: InputGatedNetwork,
-}
-
-
-_INNER = "network."  # prefix of the network's tensor names within an InputGatedNetwork
+_INNER = "network."  # prefix of the network's tensor names within what is around it
 
 
 _OWN = "l0prune:"  # prefix of the names of tensors that are not in the state_dict
@@ -105,6 +94,13 @@ class StructureContent(Strict):
     hollow: list[str]
 
 
+class AroundContent(Strict):
+    """Network around a network: its registered name, and its facts if it has them."""
+
+    name: str
+    facts: dict[str, Any] | None
+
+
 class Content(Strict):
     """Content of a gated model's file except the tensors.
 
@@ -116,6 +112,7 @@ class Content(Strict):
         extra: entries of the state_dict that are not tensors.
         ties: further names of tensors that are stored under another one.
         notes: how to restore tensors that are stored in another dtype or order of dims.
+        around: the networks around the user's network, the outermost first.
         gates, structure: None for an ungated model, and for a module that is not pickled.
     """
 
@@ -126,6 +123,7 @@ class Content(Strict):
     extra: dict[str, Any]
     ties: dict[str, str]
     notes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    around: list[AroundContent] = Field(default_factory=list)
     gates: GatesContent | None = None
     structure: StructureContent | None = None
 
@@ -149,9 +147,6 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     gates = _gates_or_none(model)
     if gates is not None:
         facts = {**gates.facts, **facts}
-    for name, each in _arounds(model):
-        if each.facts is not None:
-            facts[name] = json.loads(json.dumps(each.facts))
     if (source := source_file_of(model)) is not None:
         facts.setdefault("model", source.file)
     tensors: dict[str, Tensor] = {}
@@ -173,7 +168,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
             fixed=gates.fixed,
             example=example,
             free=gates.free.to_json(),
-            int8=None if gates.quantizer is None else gates.quantizer.found.to_dict(),
+            int8=None if gates.quantizer is None else gates.quantizer.to_dict(),
             asked=list(gates.asked),
             outputs=list(gates.outputs),
         )
@@ -189,6 +184,10 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
         extra=extra,
         ties=stored.ties,
         notes=stored.notes,
+        around=[
+            AroundContent(name=each.name, facts=json.loads(json.dumps(each.facts)))
+            for each in _around(model)
+        ],
         gates=section,
         structure=packed and StructureContent(is_ordinary=packed.is_ordinary, hollow=packed.hollow),
     )
@@ -233,8 +232,7 @@ def load(
             gates = _gates(content.gates, tensors, model)
             attach(model, gates)
             if content.gates.int8 is not None:
-                ranges = Ranges.of(content.gates.int8)
-                attach_quantizer(model, gates, quantizer_of(gates, ranges))
+                provided("rounded_again")(model, gates, content.gates.int8)
     except FileError:
         raise
     # A damaged file can contradict itself or the model in any of these ways.
@@ -302,6 +300,9 @@ def _built(
     trust: bool,
 ) -> nn.Module:
     """Build the ungated module in the safest way that the file allows."""
+    for each in content.around:
+        if each.name not in AROUND:
+            raise FileError(f"{path} cannot be loaded: {no_such(AROUND.what, each.name, AROUND)}")
     structure, spec = content.structure, _spec(content.info)
     by_code = is_rebuildable(spec)
     if structure is None or (by_code and not structure.is_ordinary):
@@ -309,31 +310,29 @@ def _built(
             raise ValueError("neither a module nor what builds it")
         if not trust:
             check_consent(spec, path)
-        return _with_what_is_around(load_model(spec), content.info, _INPUT_GATES, _EXITS)
+        return _put_around(load_model(spec), content.around)
+    inner = _INNER * sum(AROUND[each.name].has_hooks for each in content.around)
+    state = {name.removeprefix(inner): value for name, value in state.items()}
     trusted = trust and not structure.is_ordinary
-    if _INPUT_GATES not in content.info:
-        return unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
-    state = {name.removeprefix(_INNER): value for name, value in state.items()}
     model = unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
-    if not isinstance(model, ExitNetwork):
-        return _with_what_is_around(model, content.info, _INPUT_GATES)
-    model.network = _with_what_is_around(model.network, content.info, _INPUT_GATES)
-    return model
+    return _put_around(model, content.around)
 
 
-def _arounds(model: nn.Module) -> Iterator[tuple[str, ExitNetwork | InputGatedNetwork]]:
-    """Yield the model's wrappers after their names: early exits, then input gates."""
-    for name, around in _AROUND.items():
-        if isinstance(model, around):
-            yield name, model
-            model = model.network
+def _around(model: nn.Module) -> list[Around]:
+    """Return the model and the networks in it that are around another one, outermost first."""
+    return [model, *_around(model.network)] if isinstance(model, Around) else []
 
 
-def _with_what_is_around(model: nn.Module, info: Mapping[str, Any], *names: str) -> nn.Module:
-    for name in names:
-        if name in info:
-            model = _AROUND[name].of_facts(model, info[name])
-    return model
+def _put_around(model: nn.Module, around: Sequence[AroundContent]) -> nn.Module:
+    """Return the network with all that is to be around it and is not, and has facts."""
+    if not around:
+        return model
+    first, *rest = around
+    if isinstance(model, Around) and model.name == first.name:
+        model.network = _put_around(model.network, rest)
+        return model
+    model = _put_around(model, rest)
+    return model if first.facts is None else AROUND[first.name].of_facts(model, first.facts)
 
 
 def _spec(info: Mapping[str, Any]) -> str:
@@ -401,9 +400,8 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
         plain = copy.deepcopy(model, {id(t): _hollow(t) for t in stored.values()})
         if is_gated(plain):
             detach(plain)
-        inner = ""
-        if _INPUT_GATES in dict(_arounds(plain)):
-            plain, inner = _without_hooks(plain), _INNER  # hooks are not pickled
+        inner = _INNER * sum(each.has_hooks for each in _around(plain))
+        plain = _without_hooks(plain)
         buffer = io.BytesIO()
         torch.save(plain, buffer)
     except Exception as error:  # the user's classes run here, and may raise anything
@@ -420,10 +418,11 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
 
 
 def _without_hooks(model: nn.Module) -> nn.Module:
-    """Remove input gates from the model, or from the network within its early exits."""
-    if isinstance(model, InputGatedNetwork):
-        return model.take_off()
-    assert isinstance(model, ExitNetwork)
+    """Take off all that works by hooks, which are not pickled."""
+    if not isinstance(model, Around):
+        return model
+    if model.has_hooks:
+        return _without_hooks(model.take_off())
     model.network = _without_hooks(model.network)
     return model
 

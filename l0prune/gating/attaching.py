@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from torch import Tensor, nn
 
-from l0prune.errors import AlreadyGated, NotGated, UsageError
+from l0prune.errors import AlreadyGated, Interrupted, NotGated, UsageError
 from l0prune.gating.bank import Gates
 from l0prune.gating.gated_class import (
     CHILD,
@@ -202,3 +202,28 @@ def _undo(model: nn.Module) -> None:
         module.__dict__.pop(LINK, None)
         ungate_members(module)
         module.__class__ = original_class(module)
+
+
+@contextmanager
+def put_back_rounding(model: nn.Module) -> Iterator[None]:
+    """Restore a gated model's former rounding if the context fails."""
+    try:
+        root, gates = holder(model)
+    except NotGated:
+        yield
+        return
+    before, plan = gates.quantizer, gates.plan
+    log_alpha, clips = gates.log_alpha, gates.clips
+    try:
+        yield
+    except Interrupted:
+        raise
+    except BaseException:
+        if gates.quantizer is not None:
+            gates.quantizer.detach(root)
+        if gates.plan is not plan:
+            gates.change_plan(plan, log_alpha)
+        gates.clips = clips
+        if before is not None:
+            before.attach(root)
+        raise

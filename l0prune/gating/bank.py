@@ -12,8 +12,8 @@ from torch import Tensor
 
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError
-from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.kinds.base import AtTemperature, Gate
+from l0prune.gating.rounding import Rounding
 from l0prune.gating.sampled_gates import SampledGates
 from l0prune.plan.plan import Plan
 from l0prune.plan.widths import with_slots
@@ -89,7 +89,7 @@ class Gates(SampledGates):
         kept: the slots that are left while the model trains cut, bool, flat; None while it is
             whole.
         made_whole_by: function that makes a cut model whole again; None while it is whole.
-        quantizer: the fake quantization that a training has put on; None for none.
+        quantizer: the rounding that a training has put on; None for none.
         facts: properties of the training data, as JSON data, for the files of an export:
             ``preprocessing`` of images.
         outputs: names of the model's outputs that matter to scores and fidelity; empty for the
@@ -99,7 +99,7 @@ class Gates(SampledGates):
     """
 
     made_whole_by: Callable[[], None] | None = None
-    quantizer: FakeQuantizer | None = None
+    quantizer: Rounding | None = None
 
     def __init__(
         self,

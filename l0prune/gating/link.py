@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.multiplying import LINK, GateValues, scale
+from l0prune.gating.rounding import Rounding
 
 
 class KeptList:
@@ -78,7 +78,7 @@ class Link:
     sites: dict[str, tuple[tuple[GateValues, int], ...]]
     lists: dict[str, KeptList]
     scales: dict[str, Scale] = field(default_factory=dict)
-    quantizer: FakeQuantizer | None = None
+    quantizer: Rounding | None = None
     layer: int = 0
 
     def quantizes(self, name: str) -> bool:

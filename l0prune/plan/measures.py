@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from l0prune.doors import Registry
 from l0prune.errors import UsageError
-from l0prune.plan.bits import FLOAT
-from l0prune.plan.branch import KIND
 from l0prune.plan.budget_text import UNITS, check_measure
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
-from l0prune.plan.plan import BITS, Axis, Cost, Plan
+from l0prune.plan.plan import Axis, Cost, Plan
 
 
 class Measure(ABC):
@@ -336,7 +334,7 @@ class Width(Count):
     @staticmethod
     def counts(axis: Axis) -> bool:
         """Return whether the slots of an axis count."""
-        return axis.kind not in (KIND, BITS)
+        return axis.is_width
 
 
 @register
@@ -368,11 +366,14 @@ class Latency(SumOfTerms):
         )
 
 
+FLOAT = 32  # bits of values that are not quantized
+
+
 @register
 class Bops(Count):
     """Weight bits times input bits, summed over all multiply-accumulates of one example.
 
-    Both are 32 in floating point, and so in the dense network; see ``plan/bits.py`` for learned
+    Both are 32 in floating point, and so in the dense network; see the feature ``int8`` for learned
     bits. The expected amount is exact for independent gates.
     """
 

@@ -100,7 +100,7 @@ class Axis:
         name: readable and unique in its plan, after the module that writes the axis.
         kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input``, ``branch``,
             ``vocabulary`` or ``expert``; or ``bits``, whose slots are bits of a tensor that is
-            quantized (``plan/bits.py``).
+            quantized (the feature ``int8``).
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the number of weights counted for one gate:
@@ -120,6 +120,11 @@ class Axis:
     def slice(self) -> slice:
         """Range of the axis in the flat vector of all gates."""
         return slice(self.start, self.start + self.size)
+
+    @property
+    def is_width(self) -> bool:
+        """Return whether its slots are parts of layers: no switch of a branch, and no bits."""
+        return self.kind not in (KIND, BITS)
 
 
 @dataclass(frozen=True, slots=True)

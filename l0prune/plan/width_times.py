@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Gated, axes_of
-from l0prune.plan.plan import BITS, Cost, Plan
+from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import idle
 
 BLOCKS = (1, 4, 8, 16, 32, 64)
@@ -152,7 +151,7 @@ def have_widths(plan: Plan) -> list[bool]:
     """
     fine = beside_maps(plan)
     return [
-        axis.kind not in ("head", "group", KIND, BITS) and number not in fine
+        axis.is_width and axis.kind not in ("head", "group") and number not in fine
         for number, axis in enumerate(plan.axes)
     ]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ from torch import nn
 from l0prune.capture.weights import weights_of
 from l0prune.errors import FileError
 from l0prune.exporting.onnx.speedup import Speedup
-from l0prune.exporting.outcome import InHalf
+from l0prune.exporting.outcome import InFewerBits
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import holder
@@ -46,9 +46,6 @@ from l0prune.report.survey import Survey
 from l0prune.running.environment import environment
 from l0prune.running.task import LOSS, RECORD_KEYS, amount_keys, amounts
 from l0prune.training.history import FACTS, NAME, History, Record
-
-if TYPE_CHECKING:
-    from l0prune.exporting.onnx.int8 import Int8
 
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
 
@@ -216,9 +213,9 @@ def _time(speedup: Speedup) -> Time:
     )
 
 
-def _others(small: Export) -> dict[str, Int8 | InHalf]:
+def _others(small: Export) -> dict[str, InFewerBits]:
     """Return the results of the files with fewer bits beside the float32 one, by format."""
-    found: dict[str, Int8 | InHalf] = {} if small.int8 is None else {"int8": small.int8}
+    found: dict[str, InFewerBits] = {} if small.int8 is None else {"int8": small.int8}
     return found if small.half is None else {**found, small.half.dtype: small.half}
 
 

@@ -19,11 +19,10 @@ from l0prune.doors import provided
 from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
-from l0prune.plan.branch import KIND
 from l0prune.plan.budget_text import SPEED
 from l0prune.plan.limits import Bound, Limit, LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Latency, Measure, Source
-from l0prune.plan.plan import BITS, Plan
+from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
@@ -174,7 +173,7 @@ def bounds_of(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> 
 
 def _scored(plan: Plan) -> list[str]:
     """Return the kinds of axes without branches and bits: their scores are comparable."""
-    return sorted({axis.kind for axis in plan.axes} - {KIND, BITS})
+    return sorted({axis.kind for axis in plan.axes if axis.is_width})
 
 
 def _are_unlearned(

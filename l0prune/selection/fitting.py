@@ -22,7 +22,7 @@ from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
 from l0prune.plan.numbers import check_whole
-from l0prune.plan.plan import BITS, Plan
+from l0prune.plan.plan import Plan
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.plan.width_times import LINEAR, WidthTimes, have_widths
 from l0prune.running.processes import run_on_first
@@ -236,7 +236,7 @@ class Fitting:
         axis = self._plan.axes[number]
         width = int(chosen.open_[axis.slice].sum())
         may_widen = 0 < width < axis.size and bool(self._moves[axis.slice].all())
-        if not may_widen or axis.kind in (KIND, BITS):
+        if not may_widen or not axis.is_width:
             return
         for wide in (axis.size, *(ceil(width / block) * block for block in _WHOLE_BLOCKS)):
             if width < wide <= axis.size:

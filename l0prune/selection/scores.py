@@ -18,11 +18,10 @@ from l0prune.capture.compat import NormBase
 from l0prune.doors import Registry
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gated_tensor, holder
-from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
 from l0prune.plan.names import check_score
 from l0prune.plan.numbers import SEEDS, check_whole
-from l0prune.plan.plan import BITS, Plan
+from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import counting, stage, steps
@@ -354,7 +353,7 @@ def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
     """Divide each value by the mean of its axis, or of all switches; axes of zeros stay 0."""
     result, switches = values.clone(), switches_of(plan)
     numbers = torch.arange(plan.size)
-    among = [numbers[axis.slice] for axis in plan.axes if axis.kind not in (KIND, BITS)]
+    among = [numbers[axis.slice] for axis in plan.axes if axis.is_width]
     for slots in (*among, switches.nonzero().flatten()):
         mean = values[slots].mean() if len(slots) else 0
         if mean > 0:

@@ -20,7 +20,7 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Graph, smaller_form
 from l0prune.gating.attaching import holder
-from l0prune.gating.gated_class import CHILD, original_class
+from l0prune.gating.gated_class import CHILD, QUANTIZER, original_class
 from l0prune.plan.cost import cost_of
 from l0prune.plan.switches import with_all_branches
 from l0prune.progress.stages import stage
@@ -51,7 +51,8 @@ def watched(root: nn.Module) -> str:
     called at all.
     """
     for path, module in root.named_modules():
-        hooks = (hook for each in _HOOKS for hook in getattr(module, each, {}).values())
+        tables = (getattr(module, each, {}) for each in _HOOKS)
+        hooks = (hook for table in tables for key, hook in table.items() if key != QUANTIZER)
         if path and any(map(_is_users, hooks)):
             return (
                 f"{path} has hooks, which would see fewer channels, or nothing where a branch is "
@@ -61,7 +62,7 @@ def watched(root: nn.Module) -> str:
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether a hook is the user's, not one of torch.nn, fake quantization or FSDP."""
+    """Return whether a hook is the user's, not one of torch.nn, gates or FSDP."""
     made_by = getattr(hook, "__module__", None) or type(hook).__module__
     return not str(made_by).startswith(_NOT_USERS)
 

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from l0prune.doors import provided
 from l0prune.errors import UsageError, warn
-from l0prune.gating.attaching import gates_of, weights_of
-from l0prune.plan.bits import check_menu
+from l0prune.gating.attaching import gates_of, holder, put_back_rounding, weights_of
 from l0prune.training.averages import Followers
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
@@ -20,7 +19,6 @@ from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.optimizers import free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
-from l0prune.training.quantizing import Quantizing, put_back_quantizer, without_quantizer
 from l0prune.training.start import Decision, stand
 
 FORMAT = 1
@@ -105,7 +103,7 @@ class GateRun:
         self.gates = gates_of(model)
         self.gates.make_whole()
         self._settings, self._n = settings, n
-        with put_back_quantizer(model):
+        with put_back_rounding(model):
             self._quantizing = self._quantized(model)
             self._set_out()
         self.compaction = Compaction(model, own_loop=self.in_own_loop)
@@ -116,12 +114,14 @@ class GateRun:
         free(self.gates.parameters())
         self._followers = Followers(self.gates)
 
-    def _quantized(self, model: nn.Module) -> Quantizing | None:
-        if self._settings.quantize is None:
-            without_quantizer(model)
-            return None
-        menu = check_menu(self._settings.bits) if self._settings.quantize == "bits" else ()
-        return Quantizing(model, self.phases, menu)
+    def _quantized(self, model: nn.Module) -> Any:
+        """Return what rounds during the run, if that is asked for; else remove an earlier one."""
+        if self._settings.quantize is not None:
+            bits = self._settings.bits if self._settings.quantize == "bits" else None
+            return provided("Quantizing")(model, self.phases, bits)
+        if self.gates.quantizer is not None:
+            self.gates.quantizer.remove(holder(model)[0])
+        return None
 
     def _set_out(self) -> None:
         """Set up objective, budget, branches, doctor and penalty from the present gates."""

@@ -176,9 +176,7 @@ class GateSettings(Declared):
     @field_validator("bits")
     @classmethod
     def _is_a_menu(cls, bits: Sequence[int]) -> Sequence[int]:
-        from l0prune.plan.bits import check_menu
-
-        check_menu(bits)
+        provided("check_menu")(bits)
         return bits
 
     @field_validator("budget")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.plan.bits import bit_price
 from l0prune.plan.cost import CostModel
 from l0prune.plan.measures import Macs, Measure, Params
 from l0prune.plan.switches import idle, switches_of
@@ -94,9 +93,9 @@ class GateTerms:
 
     def _price_of_bits(self) -> CostModel | None:
         quantizer = self.gates.quantizer
-        if not self._settings.bits_lam or quantizer is None or not quantizer.found.menu:
+        if not self._settings.bits_lam or quantizer is None:
             return None
-        return bit_price(self.gates.plan, quantizer.found.menu)
+        return quantizer.price(self.gates.plan)
 
     def _recorded(self) -> dict[str, Measure]:
         """Return the measures that are recorded, by name: params, MACs and those of the budget."""

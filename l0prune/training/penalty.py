@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.files.around import added_cost
 from l0prune.gating.attaching import gates_of, holder, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import AtTemperature, Gate
@@ -36,7 +37,6 @@ from l0prune.plan.numbers import check_number
 from l0prune.plan.plan import Plan
 from l0prune.running.processes import full_tensor
 from l0prune.training.budget import Budget
-from l0prune.training.input_cost import input_penalty
 from l0prune.training.lambdas import Lambda, LambdaLike
 
 Prior = float | Mapping[str, float]
@@ -206,7 +206,7 @@ def penalty(
 ) -> Tensor:
     """Return λ·E‖θ‖₀, the expected price of the model's parameters, to add to the loss.
 
-    Input gates (``add_input_gates``) pay, too, after a forward in training mode.
+    What is around the network (``add_input_gates``) pays, too, after a forward in training mode.
 
     Args:
         model: a gated model.
@@ -232,7 +232,7 @@ def penalty(
     """
     options: dict[str, Any] = {"l2": l2, "l2_detach": l2_detach, "prior": prior}
     total = penalty_of_gates(model, lam, n=n, counting=counting, **options)
-    extra = input_penalty(model)
+    extra = added_cost(model)
     return total if extra is None else total + extra.to(total)
 
 
@@ -246,7 +246,7 @@ def penalty_of_gates(
     l2_detach: bool = False,
     prior: Prior | None = None,
 ) -> Tensor:
-    """Return ``penalty`` without the input gates' part."""
+    """Return ``penalty`` without the part of what is around the network."""
     if counting not in ("joint", "groups"):
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
     check_number("l2", l2)

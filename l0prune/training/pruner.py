@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError, warn
+from l0prune.files.around import all_around
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import asked_of
 from l0prune.plan.numbers import check_whole
@@ -22,7 +23,6 @@ from l0prune.running.task import amounts
 from l0prune.training.averages import excess_of
 from l0prune.training.gate_run import BETAS, GateRun, planned
 from l0prune.training.gate_settings import GATES, GateSettings
-from l0prune.training.input_cost import is_unpaid
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, bare
 from l0prune.training.phases import Phases
@@ -36,10 +36,6 @@ _NO_AFTER = (
     f"pruner.before_step() was called {_CALLS} times without pruner.after_step(): the run stays at "
     "its first step, and the gates never meet the budget. Call after_step() after each step of the "
     "optimizer"
-)
-_UNPAID = (
-    "this model has input gates, and nothing makes them close: before its backward pass, the loss "
-    "of each forward needs what they pay: loss = loss + l0prune.input_penalty(model)"
 )
 _NO_BEFORE = (
     f"pruner.after_step() was called {_CALLS} times without pruner.before_step(): the gates feel "
@@ -306,8 +302,8 @@ class Pruner(GateRun):
             self.look_ahead()
             if self._standing is None and self._penalty is None:
                 report_frozen(self.model, self.say)
-            if is_unpaid(self.model):
-                self.say(_UNPAID)
+            around = all_around(self.model)
+            self._speak({each.name: text for each in around if (text := each.unpaid())})
         self._pending += 1
         if self._pending == _CALLS:
             self.say(_NO_AFTER)

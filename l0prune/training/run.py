@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.copying import inside
 from l0prune.doors import provided
 from l0prune.errors import FileError, Interrupted, UsageError
+from l0prune.files.around import Around
 from l0prune.files.atomic import claimed
-from l0prune.gating.attaching import bypass, check_ungated, gates_of
+from l0prune.gating.attaching import bypass, check_ungated, gates_of, put_back_rounding
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.progress.stages import stage
@@ -23,17 +26,15 @@ from l0prune.running.device import choose_device, device_of, on_device, train_mo
 from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.processes import World, process_group
 from l0prune.running.sources import has_targets, with_pseudo_labels
-from l0prune.running.task import Task
+from l0prune.running.task import ERROR, Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
-from l0prune.training.exits import with_exit_loss
 from l0prune.training.gate_run import GateRun, planned
 from l0prune.training.gate_settings import GATES, GSM
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
-from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import DenseSettings, Settings
 from l0prune.training.standing import Standing, report_frozen
 from l0prune.training.stepper import Teacher
@@ -67,7 +68,7 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
     if settings.learn == GATES and not has_targets(data):
         with bypass(model), stage("answering the inputs"):
             data = with_pseudo_labels(data, model, device=settings.device)
-    task = with_exit_loss(Task.of(data, settings.loss, settings.metric), model)
+    task = with_own_loss(Task.of(data, settings.loss, settings.metric), model)
     if "batch_size" not in settings.model_fields_set:
         size = max(usual_batch_size(task.train), settings.accumulate)
         settings = settings.model_copy(update={"batch_size": size})
@@ -76,8 +77,26 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
         if settings.learn == GATES:
             stack.callback(Standing(model, task.loss_module).release)
-        with put_back_quantizer(model):
+        with put_back_rounding(model):
             return _train_in(world, model, task, settings, gates)
+
+
+def with_own_loss(task: Task, model: nn.Module) -> Task:
+    """Return the task with the loss of what is around the network, if any; metrics stay."""
+    network = inside(model)
+
+    def loss(answer: Any, targets: Any) -> Tensor:
+        found = task.loss_in(answer, targets)
+        assert found is not None
+        return found
+
+    mixed = network.own_loss(loss) if isinstance(network, Around) else None
+    if mixed is None:
+        return task
+    if isinstance(task.loss, nn.Module):
+        mixed.of = task.loss  # its parameters learn, too
+    metric = ERROR if task.metric is None and task.metric_name == ERROR else task.metric
+    return replace(task, loss=mixed, metric=metric)
 
 
 def _taught(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.errors import L0pruneError, UsageError
+from l0prune.files.around import added_cost
 from l0prune.gating.attaching import gates_or_none, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.running.batches import Batch, Feed, call
@@ -25,7 +26,6 @@ from l0prune.running.task import Judge, Task
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint, put_back
 from l0prune.training.gate_run import GateRun
-from l0prune.training.input_cost import input_penalty
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
@@ -176,7 +176,7 @@ class _LossOf(nn.Module):
         self._draws = None if gates is None else _Draws(gates)
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Return the task's mean loss, and the objective with distillation and input penalty."""
+        """Return the task's mean loss, and the objective with distillation and added costs."""
         with nullcontext() if self._draws is None else self._draws.given():
             outputs = call(self._runs[0], inputs)
         loss = self._loss(outputs, targets)
@@ -185,7 +185,7 @@ class _LossOf(nn.Module):
                 "in train mode the model gives no loss to learn from: give loss=a function of "
                 "(outputs, targets)"
             )
-        teacher, extra = self._teacher, input_penalty(self.model)
+        teacher, extra = self._teacher, added_cost(self.model)
         learned = loss if teacher is None else teacher.mixed(loss, outputs, inputs)
         return loss.detach(), learned if extra is None else learned + extra
 

@@ -1,1 +1,1 @@
-"""ONNX files: translation, fewer bits, comparison and timing."""
+"""ONNX files: translation, comparison and timing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import tempfile
 from collections import deque
@@ -11,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from l0prune.capture.provenance import without_call
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import rename_values
 from l0prune.exporting.onnx.times import Given, feed_of
@@ -140,14 +142,21 @@ def profile_of(path: Path, given: Given, threads: int, ms: float) -> list[LayerT
     return layers_of(typical_call(json.loads(text), calls), nodes)
 
 
+def owner_of(node: onnx.NodeProto) -> str:
+    """Return the path of a node's innermost module, from the exporter's name scopes."""
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            scopes = ast.literal_eval(entry.value)
+            return without_call(scopes[-2]) if len(scopes) > 1 else ""
+    return ""
+
+
 def numbered(model: onnx.ModelProto) -> list[FileNode]:
     """Return the facts of a file's nodes, and call nodes and values by number, in place.
 
     Node 12 is ``n00012_`` and its first output ``n00012_0``: the runtime calls fused nodes by one
     or the other.
     """
-    from l0prune.exporting.onnx.quantizer import owner_of  # loads onnx
-
     graph, found = model.graph, list[FileNode]()
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     writers: dict[str, int] = {}

@@ -2,4 +2,9 @@
 
 from l0prune.doors import Feature
 
-FEATURE = Feature(__name__, functions={"HalfFile": "file"})
+FEATURE = Feature(
+    __name__,
+    more={"export": "options"},
+    options={"Output": ("dtype", "half_io")},
+    functions={"HalfFile": "file"},
+)

@@ -24,9 +24,9 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.errors import L0pruneError, UsageError, first_line
 from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.differences import Differences, Outputs, as_texts, differences
 from l0prune.exporting.onnx.external import LARGEST, move_out
 from l0prune.exporting.onnx.file import rename_values
-from l0prune.exporting.onnx.int8_search import Differences, Outputs, as_texts, differences
 from l0prune.exporting.onnx.times import Times, as_text, times_beside
 from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart

@@ -12,9 +12,9 @@ from typing import Annotated
 from pydantic import AfterValidator, TypeAdapter
 
 from l0prune.features.latency.sizes import Dims, Size
-from l0prune.plan.branch import KIND, Branch
+from l0prune.plan.branch import Branch
 from l0prune.plan.layout import Layout, to_json
-from l0prune.plan.plan import BITS, Plan
+from l0prune.plan.plan import Plan
 from l0prune.plan.switches import without_switches
 
 
@@ -24,7 +24,7 @@ def plan_id(plan: Plan) -> str:
     It is the same whichever branches have a switch and whatever bits are learned, so one table
     serves all of these.
     """
-    axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind not in (KIND, BITS)]
+    axes = [[axis.name, axis.size] for axis in plan.axes if axis.is_width]
     tensors = {
         name: [to_json(without_switches(plan, dim)) for dim in dims]
         for name, dims in plan.tensors.items()

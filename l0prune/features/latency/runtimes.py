@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import pytree
-from l0prune.doors import Registry
+from l0prune.doors import Registry, provided
 from l0prune.errors import warn
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency.eager import (
@@ -162,22 +162,10 @@ class Torch:
         return lambda kept: collect.share(**turns.of_slots(kept, SECONDS))
 
 
-def in_int8() -> Callable[[Any, dict[str, Any]], Any]:
-    """Return the conversion to int8; warn if times of int8 here do not hold elsewhere."""
-    from l0prune.exporting.onnx.quantizer import has_dot_products, in_int8  # loads onnx
-
-    if not has_dot_products():
-        warn(
-            "this processor has no VNNI instructions: times of int8 files here say nothing of "
-            "those on one that has. Measure on a machine like the one that will serve"
-        )
-    return in_int8
-
-
 RUNTIMES: Registry[Callable[[Sequence[str]], Runtime]] = Registry("runtime", "runtimes")
 RUNTIMES[collect.NAME] = OnnxRuntime
 RUNTIMES["onnxruntime-int8"] = lambda providers: OnnxRuntime(
-    providers, "onnxruntime-int8", in_int8()
+    providers, "onnxruntime-int8", provided("int8_for_times")()
 )
 RUNTIMES["eager"] = partial(Torch, Eager)
 RUNTIMES["compile"] = partial(Torch, Compiled)

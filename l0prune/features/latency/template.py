@@ -27,7 +27,7 @@ from onnx import (
     numpy_helper,
 )
 
-from l0prune.exporting.onnx.quantizer import owner_of
+from l0prune.exporting.onnx.profile import owner_of
 from l0prune.features.latency.facts import INPUT, NodeFacts, facts_of_node, number_of
 from l0prune.features.latency.sizes import SMALL, Numbers, Size, SizeFinder, constant
 from l0prune.plan.layout import Layout

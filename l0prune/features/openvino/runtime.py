@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from l0prune.doors import provided
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency.onnx_files import OnnxFiles
-from l0prune.features.latency.runtimes import RUNTIMES, in_int8
+from l0prune.features.latency.runtimes import RUNTIMES
 
 
 class OpenVino(OnnxFiles):
@@ -70,4 +71,6 @@ class _Network:
 
 
 RUNTIMES["openvino"] = lambda providers: OpenVino(providers, "openvino")
-RUNTIMES["openvino-int8"] = lambda providers: OpenVino(providers, "openvino-int8", in_int8())
+RUNTIMES["openvino-int8"] = lambda providers: OpenVino(
+    providers, "openvino-int8", provided("int8_for_times")()
+)

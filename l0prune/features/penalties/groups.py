@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from l0prune.errors import UsageError
 from l0prune.features.penalties.shrinkage import GroupLasso, shrinkage_of
 from l0prune.features.penalties.slot_groups import Groups, Metric, Part, squares
+from l0prune.files.around import all_around
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.training.budget import Budget
 from l0prune.training.gate_settings import GateSettings
-from l0prune.training.input_cost import input_gated
 from l0prune.training.lambdas import Lambda
 from l0prune.training.phases import Phases
 from l0prune.training.start import stand
@@ -50,12 +50,13 @@ class GroupPenalty:
         self._root, _ = holder(model)
         self._gates, self._phases, self._budget = gates, phases, budget
         self.kind = shrinkage_of(str(settings.penalty))
-        if input_gated(model) is not None:
-            raise UsageError(
-                "this model has input gates, which scale what the weights of the same slots "
-                "compute, so that weights which shrink would say nothing of a slot: leave penalty "
-                "out and give lam or a budget, or train without input gates"
-            )
+        for each in all_around(model):
+            if each.scales_slots:
+                raise UsageError(
+                    f"this model has {each.words}, which scale what the weights of the same slots "
+                    "compute, so that weights which shrink would say nothing of a slot: leave "
+                    f"penalty out and give lam or a budget, or train without {each.words}"
+                )
         check_unlearned(gates)
         self._groups = Groups(self._root, gates)
         if not bool(self._groups.usable.any()):

@@ -64,7 +64,7 @@ def run(
 
 
 def _table(result: dict) -> Table:
-    from l0prune.plan.measures import kind_of  # loads torch, as does the next one
+    from l0prune.features.recipes import files  # loads torch, as does the next one
     from l0prune.training.history import IN_PERCENT
 
     table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
@@ -82,20 +82,10 @@ def _table(result: dict) -> Table:
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
         if (value := result[f"{of}_{metric}"]) is not None:
             table.add_row(text, format(value, form))
-    if (opened := result.get("input_gates")) is not None:
-        amounts = f"{opened['expected']:,.0f} of {opened['whole']:,.0f}"
-        table.add_row("MACs expected, of all", amounts)
-        if opened["onnx"] is not None:
-            table.add_row("file without closed blocks", opened["onnx"])
-    if (exits := result.get("exits")) is not None:
-        shares = ", ".join(f"{share:.0%}" for share in exits["shares"])
-        unit = kind_of(exits["measure"])
-        table.add_row(f"leave at {', '.join(exits['at'])}, the end", shares)
-        costs = (unit.brief(exits["expected"]), unit.brief(exits["costs"][-1]))
-        table.add_row("expected, of the whole way", "{} of {}".format(*costs))
-        value = exits[f"test_{metric}"]
-        table.add_row(f"test {metric} with exits", format(value, form))
-        table.add_row("file with exits", exits["onnx"])
+    for name, section in files.SECTIONS.items():
+        if (found := result.get(name)) is not None:
+            for row in section.rows(found, metric, form):
+                table.add_row(*row)
     for text, value in result["report"].items():
         table.add_row(text, format(value, ".4g") if isinstance(value, float) else str(value))
     errors: dict[tuple[str, str], float] = {}

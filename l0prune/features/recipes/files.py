@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from l0prune.cli.options import key_and_value, toml_value
 from l0prune.cli.project import find_recipe
+from l0prune.doors import inner_first, missing
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import RECIPES, is_code
@@ -221,61 +230,6 @@ class LatencySection(_Section):
     )
 
 
-class ExitsSection(_Section):
-    """Early exits: options of ``add_exits`` and of ``choose_exits``."""
-
-    at: Annotated[int, Field(ge=1, le=MOST)] | list[str] = Field(
-        2, description="Number of exits, or the paths of the modules that they read."
-    )
-    weights: float | list[float] = Field(1.0, description="Weight of the exits' losses.")
-    distill: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.5, description="Share of an exit's loss that is distillation from the last exit."
-    )
-    temperature: Annotated[float, Field(gt=0, le=LARGEST)] = Field(
-        2.0, description="Temperature of that distillation."
-    )
-    held_out: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="Share of the training examples that are held out to choose thresholds."
-    )
-    criterion: str = Field("confidence", description="confidence, entropy or patience.")
-    budget: str | None = Field(None, description="Mean cost of an example, such as `latency=8ms`.")
-    tolerance: float | str | None = Field(
-        None, description="In place of a budget: how much worse the metric may become (`1%`)."
-    )
-    measure: str = Field("macs", description="What a tolerance spares: macs or latency.")
-
-    @model_validator(mode="after")
-    def _is_one_of_both(self) -> ExitsSection:
-        if (self.budget is None) == (self.tolerance is None):
-            raise ValueError("give either a budget (latency=8ms) or a tolerance (1%)")
-        return self
-
-
-class InputGatesSection(_Section):
-    """Input gates: options of ``add_input_gates``."""
-
-    at: str | list[str] = Field("*", description="Paths of the blocks that get them, or globs.")
-    target: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Mean share of the MACs that the gates leave; 0.7 without a price."
-    )
-    price: Annotated[float, Field(ge=0, le=LARGEST)] | None = Field(
-        None, description="In place of a target: what the loss pays for all of these MACs."
-    )
-    shape: Annotated[float, Field(ge=0, le=LARGEST)] = Field(
-        0.0, description="Weight of batch-shaping."
-    )
-    skip: bool = Field(True, description="Add a gate for all channels of each residual block.")
-    per: Literal["example", "position"] = Field(
-        "example", description="One set of gates for each example, or for each position."
-    )
-    hidden: Annotated[int, Field(ge=1, le=MOST)] | None = Field(
-        None, description="Width of the gating modules; by default chosen by the block."
-    )
-    gate: Literal["hard-concrete", "binary-concrete"] = Field(
-        "hard-concrete", description="Kind of gate."
-    )
-
-
 class ExportSection(_Section):
     """Files to write besides ONNX."""
 
@@ -292,12 +246,8 @@ class Recipe(RoundSection):
     recipe itself, cheaper. If a stage distils, the dense network is the teacher. ``report`` is a
     ``file.py:function`` for measurements beside the metric: given the dense network and the path
     of the ONNX file, it returns them by name.
-    With ``input_gates`` the network has input gates from the beginning, and there is a second ONNX
-    file that skips blocks, if a block has a separate gate.
-    With ``exits`` the network has early exits from the beginning, and there is a second ONNX file
-    that ends at the first exit that is sure enough.
     With ``latency`` the network of each round that can use it is timed before its gates learn, so
-    that budgets may be in milliseconds.
+    that budgets may be in milliseconds. ``WHOLE`` has the sections of features, too.
     """
 
     name: str = Field(description="Name of the run, its folder and files.")
@@ -323,32 +273,53 @@ class Recipe(RoundSection):
     latency: LatencySection | None = Field(
         None, description="How the network is timed, for budgets in milliseconds."
     )
-    exits: ExitsSection | None = Field(None, description="Early exits.")
-    input_gates: InputGatesSection | None = Field(None, description="Gates that follow the input.")
     export: ExportSection = Field(
         default_factory=lambda: ExportSection.model_validate({}),
         description="Files to write besides ONNX.",
     )
 
+    @property
+    def further(self) -> dict[str, Any]:
+        """The sections of features that it has, by name, in the order in which they work."""
+        found = {name: getattr(self, name, None) for name in SECTIONS}
+        return {name: section for name, section in found.items() if section is not None}
+
     @model_validator(mode="after")
-    def _has_gates_in_each_round(self) -> Recipe:
-        if self.input_gates is not None and self.rounds:
-            raise ValueError(
-                "what rounds cut is a graph, of whose input gates the next one knows nothing: "
-                "leave out input_gates or rounds"
-            )
+    def _agrees_with_sections_of_features(self) -> Self:
+        for section in self.further.values():
+            section.check(self)
         return self
 
     @model_validator(mode="after")
-    def _takes_times_for_budgets_in_them(self) -> Recipe:
-        if self.latency is None and any(Latency.name in p.limited for p in (*self.rounds, self)):
+    def _takes_times_for_budgets_in_them(self) -> Self:
+        parts: list[RoundSection] = [*self.rounds, self]
+        if self.latency is None and any(Latency.name in part.limited for part in parts):
             self.latency = LatencySection.model_validate({})
         return self
 
 
+# Sections of features, classes ``Section``: each changes the network before it is trained
+# (``put_on``) and makes something of the export (``finish``, ``rows``) with examples that it kept
+# back (``keep_back``). ``check`` refuses a recipe; ``about`` describes the section.
+SECTIONS: dict[str, Any] = {
+    name: feature.module("sections", name).Section for name, feature in inner_first("sections")
+}
+_FIELDS: dict[str, Any] = {
+    name: (section | None, Field(None, description=section.about))
+    for name, section in SECTIONS.items()
+}
+WHOLE: type[Recipe] = create_model("Recipe", __base__=Recipe, **_FIELDS)
+
+
 def builtin() -> dict[str, Recipe]:
-    """Return the built-in recipes, by name."""
-    return {path.stem: load(str(path), []) for path in sorted(RECIPES.glob("*.toml"))}
+    """Return the built-in recipes by name, without those of features that are not installed."""
+    paths = sorted(RECIPES.glob("*.toml"))
+    return {p.stem: load(str(p), []) for p in paths if not _lacking(read_toml(p))}
+
+
+def _lacking(content: Mapping[str, Any]) -> str | None:
+    """Return the sentence about a feature that a recipe has a section of, if it is not there."""
+    return next(filter(None, map(missing, content.keys() - WHOLE.model_fields.keys())), None)
 
 
 def load(name: str, overrides: Sequence[str]) -> Recipe:
@@ -365,10 +336,12 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
     for override in overrides:
         _override(content, override)
     content.setdefault("name", path.stem)
+    if sentence := _lacking(content):
+        raise UsageError(f"{path} is no recipe here: {sentence}")
     try:
-        recipe = Recipe.model_validate(content)
+        recipe = WHOLE.model_validate(content)
     except ValidationError as error:
-        lines = [f"  {text}" for text in in_words(error, Recipe, content)]
+        lines = [f"  {text}" for text in in_words(error, WHOLE, content)]
         given = f" with {' '.join(overrides)}" if overrides else ""
         raise UsageError(f"{path}{given} is no recipe:\n" + "\n".join(lines)) from error
     sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}

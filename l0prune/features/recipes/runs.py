@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -17,13 +16,12 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.data.dataset import as_arguments, chosen
+from l0prune.data.dataset import as_arguments
 from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
 from l0prune.features.recipes.files import (
-    ExitsSection,
     FitSection,
     GateSection,
     Recipe,
@@ -34,7 +32,6 @@ from l0prune.files.checked_json import read_json
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
-from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.branch import KIND
 from l0prune.progress.stages import stage
 from l0prune.report.collect import add_trainings, from_export, repeat_facts
@@ -43,7 +40,7 @@ from l0prune.report.live import live_page
 from l0prune.report.report import HTML, Report, tested, trainings_in
 from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
-from l0prune.running.task import LOSS, Task, is_split
+from l0prune.running.task import LOSS, Task
 from l0prune.selection import fitted
 
 
@@ -74,7 +71,9 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
     if data.test is None:
         raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
-    data, held_out = _held_out(recipe, data)
+    kept: dict[str, Any] = {}
+    for name, part in recipe.further.items():
+        data, kept[name] = part.keep_back(data, recipe.data.source)
     dense = network = _dense(recipe, data, folder, data_root)
     if recipe.data.answers:
         with stage("asking the dense network for its answers"):
@@ -87,63 +86,12 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
     tuned = _prune(recipe, recipe, network, dense, data, folder)
     exports.append(_cut(tuned))
     result = _export(recipe, data, tuned, exports, dense, folder, report=report)
-    if recipe.input_gates is not None:
-        result["input_gates"] = _input_gates(recipe, tuned, exports[-1], data, folder)
-    if recipe.exits is not None:
-        result["exits"] = _exits(recipe, recipe.exits, exports[-1], held_out, data, folder)
-    if recipe.exits is not None or recipe.input_gates is not None:
+    for name, part in recipe.further.items():
+        stem = folder / recipe.name
+        result[name] = part.finish(exports[-1], tuned, data, kept[name], stem)
+    if recipe.further:
         write_whole(folder / "result.json", json.dumps(result, indent=2))
     return result
-
-
-def _held_out(recipe: Recipe, data: Task) -> tuple[Task, Any]:
-    """Return the task without the held-out examples for choosing thresholds, and these.
-
-    Raises:
-        DataError: no examples can be taken from the source.
-    """
-    if recipe.exits is None:
-        return data, None
-    if not is_split(data.train):
-        raise DataError(
-            f"of {recipe.data.source} no examples can be kept back for the thresholds of exits: "
-            "give a data set with a length, not batches"
-        )
-    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
-    count = max(1, round(recipe.exits.held_out * len(order)))
-    train, kept = (chosen(data.train, rows) for rows in (order[count:], order[:count]))
-    return replace(data, train=train), kept
-
-
-def _input_gates(
-    recipe: Recipe, tuned: nn.Module, small: Export, data: Task, folder: Path
-) -> dict[str, Any]:
-    """Count the MACs under input gates on the test data, and write the file that skips blocks."""
-    with stage("counting what input gates open"):
-        found = l0prune.input_macs(tuned, data)
-    file = None
-    try:
-        file = str(l0prune.save_skipping(small, folder / f"{recipe.name}.skipping.onnx"))
-    except UsageError as error:
-        warn(f"there is no file that leaves out blocks: {error}")
-    blocks = [asdict(each) for each in found.blocks]
-    return {**asdict(found), "blocks": blocks, "onnx": file}
-
-
-def _exits(
-    recipe: Recipe, part: ExitsSection, small: Export, held_out: Any, data: Task, folder: Path
-) -> dict[str, Any]:
-    """Choose the thresholds of exits, write the file, and return the results on the test data."""
-    asked = part.model_dump(include={"criterion", "budget", "tolerance", "measure"})
-    early = l0prune.choose_exits(small, held_out, **asked, loss=data.loss, metric=data.metric)
-    file = early.save_onnx(folder / f"{recipe.name}.exits.onnx")
-    with stage("testing the network with early exits"):
-        found = l0prune.evaluate(early.module, data, device="cpu")
-    return {
-        **early.to_dict(),
-        "onnx": str(file),
-        f"test_{data.metric_name}": found[data.metric_name],
-    }
 
 
 @stage("cutting the network, and proving it")
@@ -188,17 +136,11 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
 
 
 def _adapted(recipe: Recipe, model: nn.Module, data: Task) -> nn.Module:
-    """Return the network with the input gates and exits of the recipe, if any."""
-    if recipe.input_gates is None and recipe.exits is None:
-        return model
-    args, kwargs = as_arguments(example_inputs(data, 2))
-    if (part := recipe.input_gates) is not None:
-        own = {"gate": gate_of(part.gate, {}), "seed": recipe.seed}
-        model = l0prune.add_input_gates(model, args, kwargs, **part.model_dump() | own)
-    if recipe.exits is None:
-        return model
-    options = recipe.exits.model_dump(include={"at", "weights", "distill", "temperature"})
-    return l0prune.add_exits(model, args, kwargs, **options)
+    """Return the network with what sections of features put on it."""
+    for part in recipe.further.values():
+        args, kwargs = as_arguments(example_inputs(data, 2))
+        model = part.put_on(model, args, kwargs, recipe.seed)
+    return model
 
 
 def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:

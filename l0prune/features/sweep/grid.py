@@ -49,7 +49,8 @@ class Point:
         """Key of the settings of the network that the recipe trains first; None if it has none."""
         if self.recipe.dense is None:
             return None
-        return self.recipe.model_dump_json(include={"seed", "model", "data", "dense", "exits"})
+        changing = {*self.recipe.further}  # the network from the beginning
+        return self.recipe.model_dump_json(include={"seed", "model", "data", "dense"} | changing)
 
 
 def asked(

@@ -15,7 +15,7 @@ from timed_network import gated
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.exporting.onnx.int8_search import relative_error
+from l0prune.exporting.onnx.differences import relative_error
 from l0prune.features.half import file as half
 from l0prune.features.half.file import in_half, rounded
 from l0prune.files.onnx_session import session_of

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+
+pytest.importorskip("l0prune.features.int8")
 from few_bits import MENU, quantized
 
 import l0prune

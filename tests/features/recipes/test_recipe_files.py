@@ -4,8 +4,10 @@ import re
 
 import pytest
 
+from l0prune import doors
 from l0prune.errors import UsageError
-from l0prune.features.recipes.files import Recipe, load
+from l0prune.features.recipes.files import WHOLE as RECIPE
+from l0prune.features.recipes.files import load
 from l0prune.training.fields import model_in
 
 WHOLE = """
@@ -17,12 +19,20 @@ source = "digits"
 """
 # Beginnings of pydantic's own sentences.
 THEIRS = re.compile(r"Input should|Field required|Extra inputs|valid |Value error|ValidationError")
-SECTIONS = {name: model_in(field) for name, field in Recipe.model_fields.items()}
+SECTIONS = {name: model_in(field) for name, field in RECIPE.model_fields.items()}
 KEYS = [
     f"{section}.{key}"
     for section, model in SECTIONS.items()
     for key in (model.model_fields if model and section != "rounds" else ())
 ]
+
+
+def test_a_section_of_a_feature_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setitem(doors.BUILT_IN, "left_out", ("colours",))
+    found = refused(WHOLE + "[colours]\nred = 1")
+    assert found == "wrong.toml is no recipe here: this installation of l0prune has no feature " + (
+        "'left_out'"
+    )
 
 
 def refused(text, overrides=()):
@@ -62,7 +72,6 @@ def test_a_value_of_the_wrong_type(key):
         (WHOLE + "[finetune]\nbudget = 'flops=0.5'", "not 'flops'; did you mean 'macs'?"),
         (WHOLE + "[finetune]\nbudget = 'macs=0.5%'", "write macs=0.5 or macs=50%"),
         (WHOLE + "[gate]\nkind = 'hard'", "did you mean 'hard-concrete'?"),
-        (WHOLE + "[exits]\nat = 2", "exits: give either a budget"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(text, message):

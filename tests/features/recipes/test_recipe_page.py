@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from l0prune.features.recipes.files import Recipe
+from l0prune.features.recipes.files import WHOLE
 from l0prune.training.fields import allowed, model_in, summary
 from l0prune.training.settings import DenseSettings, Settings
 
@@ -25,7 +25,7 @@ SETTINGS = {
 
 def generated():
     """The part of the page that is made from the settings."""
-    fields = dict(sorted(Recipe.model_fields.items(), key=lambda each: _order(each[0])))
+    fields = dict(sorted(WHOLE.model_fields.items(), key=lambda each: _order(each[0])))
     top = {name: field for name, field in fields.items() if not _is_section(name)}
     parts = [START, "At the top of the file, before the first section:\n", *_table(top)]
     for name in filter(_is_section, fields):
@@ -42,7 +42,7 @@ def generated():
 
 
 def _is_section(name):
-    return name in SETTINGS or model_in(Recipe.model_fields[name]) is not None
+    return name in SETTINGS or model_in(WHOLE.model_fields[name]) is not None
 
 
 def _table(fields):
@@ -84,7 +84,7 @@ def test_the_page_has_all_sections_and_keys_as_they_are():
 
 
 def test_every_key_of_a_section_has_a_description():
-    sections = [Recipe, *filter(None, map(model_in, Recipe.model_fields.values()))]
+    sections = [WHOLE, *filter(None, map(model_in, WHOLE.model_fields.values()))]
     for section in sections:
         assert all(field.description for field in section.model_fields.values()), section
 

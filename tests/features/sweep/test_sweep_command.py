@@ -204,6 +204,7 @@ def test_what_fails_or_is_lost_is_said_and_stops_nothing_else(made_up, command, 
 
 
 def test_a_result_without_its_exits_is_not_done(recipe, tmp_path):
+    pytest.importorskip("l0prune.features.exits")
     recipe.write_text(RECIPE + "[exits]\ntolerance = '1%'\n")
     (tmp_path / "out" / NAMES[0]).mkdir(parents=True)
     (tmp_path / "out" / NAMES[0] / "result.json").write_text(json.dumps(result(0.5, 0)))

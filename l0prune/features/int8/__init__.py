@@ -1,0 +1,17 @@
+"""Eight bits: ONNX files, training for them, and bits that are learned (``quantize=``)."""
+
+from l0prune.doors import Feature
+
+FEATURE = Feature(
+    __name__,
+    more={"export": "options"},
+    options={"Output": ("int8", "compensate_rounding")},
+    most_used={"export": ("int8",)},
+    functions={
+        "Int8File": "file",
+        "Quantizing": "training",
+        "check_menu": "bits",
+        "int8_for_times": "quantizer",
+        "rounded_again": "learned_bits",
+    },
+)

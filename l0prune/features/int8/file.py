@@ -1,0 +1,263 @@
+"""The int8 file of a smaller model: calibration, writing, and comparison with float32.
+
+It is not certified itself. It is compared with the file in float32, which is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from l0prune.capture.example_inputs import examples_in
+from l0prune.data.dataset import WHOLE
+from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.differences import as_texts
+from l0prune.exporting.onnx.times import Times, as_text, times_beside
+from l0prune.exporting.onnx.writing import InFloat32, check_in_one
+from l0prune.exporting.opened import OnnxFile
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.features.int8.calibration import divided, feeds_of, is_source, rows_in
+from l0prune.features.int8.quantizer import (
+    FIRST_OPSET,
+    Feed,
+    Quantizer,
+    has_dot_products,
+)
+from l0prune.features.int8.ranges import Ranges
+from l0prune.features.int8.search import (
+    Comparison,
+    Search,
+)
+from l0prune.features.int8.trained import quantized
+from l0prune.progress.stages import stage, steps
+from l0prune.running.batches import test_batches
+from l0prune.running.evaluate import evaluate_batches
+from l0prune.running.task import Task
+
+TRAINED = "trained"  # the method with the ranges of training
+_FASTER = 1.02  # less is no gain
+_LARGE = 0.1  # errors above this give a warning
+_TESTED = 2000  # test examples at most
+_TOGETHER = 50  # of these in a batch
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Comparison of an int8 file with the file in float32 that it was made from.
+
+    Attributes:
+        method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error;
+            ``trained`` where the ranges are those of a training with fake quantization.
+        calibrated, compared: number of examples that the ranges are from, and of others by which
+            the two files are compared.
+        errors: by output, the root mean square of the difference over that of the output; None
+            for whole numbers.
+        agreement: by output, the share of examples (or places) where the largest score is the
+            same one; for whole numbers, the share of equal ones.
+        kept: operators and layers that stay in float32 since eight bits cost most there.
+        costly: the layers that cost most, with the error that each alone makes; empty where the
+            whole error is small.
+        times: of the two files in turns; ``dense`` are those of the one in float32. None if
+            nothing was to be timed.
+        beside_dense: of the dense network's file in float32 and of this one; None if unknown.
+        metrics: loss and metric on test data, of the file in float32 and in int8.
+        tested: test examples.
+        has_vnni: whether the processor multiplies and adds bytes in one instruction.
+        bits: of the weights and of the input of each layer, by path, where they were learned.
+        compensated: the largest error without and with weights that make up for the rounding; the
+            file has the better ones. None where they were not tried.
+    """
+
+    method: str
+    calibrated: int
+    compared: int
+    errors: Mapping[str, float | None]
+    agreement: Mapping[str, float]
+    kept: tuple[str, ...]
+    costly: tuple[tuple[str, float], ...]
+    times: Times | None
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tested: int = 0
+    has_vnni: bool = True
+    bits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    compensated: tuple[float, float] | None = None
+    beside_dense: Times | None = None
+
+    @property
+    def is_compensated(self) -> bool:
+        """Return whether the file has weights that make up for the rounding."""
+        return self.compensated is not None and self.compensated[1] < self.compensated[0]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Return warnings about speed and errors of the file; empty if there are none."""
+        found = []
+        if self.times is not None and self.times.share * _FASTER > 1:
+            found.append(
+                f"the int8 file is not faster than the one in float32: {self.times}. The usual "
+                "cause is narrow layers, or operators that ONNX Runtime has in float32 only: serve "
+                "the one in float32, or choose widths by the times of int8 files "
+                '(measure(runtime="onnxruntime-int8"))'
+            )
+        if not self.has_vnni:
+            found.append(
+                "this processor has no VNNI instructions, so that weights have 7 bits and little "
+                "time is saved: make the int8 file on a machine like the one that will serve it"
+            )
+        worst = max((e for e in self.errors.values() if e is not None), default=0.0)
+        if worst > _LARGE and not self.bits:  # else float32 is not the trained network
+            names = ", ".join(f"{name} ({error:.0%})" for name, error in self.costly)
+            found.append(
+                f"eight bits change the outputs by {worst:.0%}. The layers that cost most: {names}"
+                ". The usual causes are calibration examples unlike those of use, and layers whose "
+                "channels have very unlike sizes: compare the metric before it is served"
+            )
+        return found
+
+    def __str__(self) -> str:
+        parts = as_texts(self.errors, self.agreement)
+        parts += [f"{k} {a:.4g} → {b:.4g}" for k, (a, b) in self.metrics.items()]
+        kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
+        bits = ", ".join(f"{path} {weight}/{read}" for path, (weight, read) in self.bits.items())
+        parts += [f"bits of weights/inputs {bits}"] if bits else []
+        if self.compensated is not None and self.is_compensated:
+            parts += [f"rounding compensated ({self.compensated[0]:.2%} without)"]
+        times = as_text(self.times, self.beside_dense) or "not timed"
+        return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {times}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as plain data."""
+        return asdict(self)
+
+
+class Int8File:
+    """File in eight bits beside one in float32.
+
+    Args:
+        given: calibration data, as ``calibration.feeds_of`` takes it.
+        opset: of both files; None for the exporter's own choice.
+        pieces: that the files are made of.
+
+    Raises:
+        UsageError: the model is captured in parts, or the opset is too old.
+    """
+
+    def __init__(self, given: Any, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
+        quantizer = "onnxruntime.quantization.quantize_static"
+        way_on = f"quantize the files of the parts with what each is given ({quantizer})"
+        check_in_one(pieces, "an int8 file", way_on)
+        if opset is not None and opset < FIRST_OPSET:
+            raise UsageError(
+                "an int8 file has a scale for each output of a layer, which opset "
+                f"{opset} cannot say: give {FIRST_OPSET} or more, or leave opset out"
+            )
+        self._given = given
+
+    def beside(self, path: Path) -> Path:
+        """Return the path of this file beside another one: ``model.int8.onnx``."""
+        return path.with_name(f"{path.stem}.int8{path.suffix}")
+
+    def write(
+        self, proven: InFloat32, target: Path, ranges: Ranges | None, compensates: bool
+    ) -> Int8:
+        """Write the file of one in float32, and compare the two.
+
+        Args:
+            proven: the file in float32.
+            target: of the int8 file.
+            ranges: of the training, which the file then has; None to calibrate them.
+            compensates: whether weights that make up for the rounding are tried; see
+                ``compensation``. Weights that were trained with fake quantization stay as they are.
+
+        Raises:
+            UsageError: the weights are in a separate file; the inputs do not fit, or are too few.
+            L0pruneError: ONNX Runtime cannot quantize it.
+        """
+        if proven.is_apart:
+            raise UsageError(
+                "no int8 file is made of one whose weights lie beside it (external_data, or more "
+                "than 2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
+                "external_data out"
+            )
+        path, piece, threads = proven.path, proven.piece, proven.threads
+        network = collect.Network(path, threads, collect.CPU)
+        names = [each.name for each in network.session.get_inputs()]
+        seen, unseen = divided(feeds_of(self._given, piece, names))
+        with tempfile.TemporaryDirectory() as folder:
+            comparison = Comparison(network, unseen)
+            if ranges is not None:
+                there = {name for name, tensor in piece.single.state_dict.items() if tensor.numel()}
+                made = quantized(onnx.load(str(path)), ranges, there)
+                method, search, seen = TRAINED, None, []
+            else:
+                search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
+                made, method = search.made(), search.method
+            del made.metadata_props[:]  # facts about the file in float32
+            target.write_bytes(made.SerializeToString())
+            found = collect.Network(target, threads, collect.CPU)
+            errors, agreement = comparison.with_outputs(comparison.outputs(found))
+            times, beside_dense = None, None
+            if proven.is_timed:
+                with stage("timing the int8 file beside the one in float32"):
+                    times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
+        metrics, tested = _metrics((path, target), self._given, piece)
+        about_it = Int8(
+            method=method,
+            calibrated=rows_in(seen, piece),
+            compared=rows_in(unseen, piece),
+            errors=errors,
+            agreement=agreement,
+            kept=tuple(search.kept) if search else (),
+            costly=tuple(search.costly) if search else (),
+            times=times,
+            beside_dense=beside_dense,
+            metrics=metrics,
+            tested=tested,
+            has_vnni=has_dot_products(),
+            bits={} if ranges is None else ranges.by_layer,
+            compensated=None if search is None else search.compensated,
+        )
+        proven.describe(target, int8=json.dumps(about_it.to_dict()))
+        return about_it
+
+
+def _searched(
+    path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path, *, compensates: bool
+) -> Search:
+    """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
+    with stage("calibrating the int8 file"):
+        quantizer = Quantizer.of(path, seen, folder)
+    with stage("choosing what of it stays in float32"):
+        search = Search(quantizer, comparison, folder / "tried.onnx")
+        search.run()
+    if compensates:
+        with stage("making up for the rounding"):
+            search.compensate(seen)
+    return search
+
+
+def _metrics(
+    paths: tuple[Path, Path], given: Any, piece: ExportedPart
+) -> tuple[dict[str, tuple[float, float]], int]:
+    """Return loss and metric of two files on test data, if any, and the number of examples."""
+    if not is_source(given):
+        return {}, 0
+    task, cpu = Task.of(given), torch.device("cpu")
+    size = examples_in(piece.answers[0].inputs)
+    if piece.dynamic:
+        size = next(each for each in count(_TOGETHER) if each in piece.batches)
+    batches = list(islice(test_batches(task, size, cpu, WHOLE), max(1, _TESTED // size)))
+    if not batches:
+        return {}, 0
+    with stage("testing both files"):
+        first, second = (evaluate_batches(OnnxFile(p), steps(batches), task, cpu) for p in paths)
+    return {name: (first[name], second[name]) for name in first}, sum(b.examples for b in batches)

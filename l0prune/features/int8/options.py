@@ -1,0 +1,33 @@
+"""Options for eight bits: ``l0prune export --int8``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from l0prune.cli.more import More
+
+InInt8 = Annotated[
+    bool,
+    typer.Option(
+        "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
+    ),
+]
+Compensated = Annotated[
+    bool,
+    typer.Option(
+        "--compensate/--no-compensate",
+        help="With --int8: adjust weights to make up for the rounding, where it helps.",
+    ),
+]
+
+
+def export(
+    examples: Callable[[str], Any], *, int8: InInt8 = False, compensate_rounding: Compensated = True
+) -> More | None:
+    """Return what ``save_onnx`` is asked for, if the file is."""
+    if not int8:
+        return None
+    return More(onnx={"int8": examples("--int8"), "compensate": compensate_rounding})

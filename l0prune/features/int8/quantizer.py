@@ -1,0 +1,280 @@
+"""Static quantization of an ONNX file to eight bits, by ONNX Runtime's quantizer.
+
+Weights are int8 with a scale for each output; activations are uint8 on x86, whose instructions
+multiply uint8 by int8, and int8 elsewhere. Quantized values pass a QuantizeLinear and a
+DequantizeLinear, which ONNX Runtime fuses into operators on integers.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto, helper, numpy_helper
+
+from l0prune.capture.threads import muted
+from l0prune.errors import L0pruneError, first_line, warn
+from l0prune.exporting.onnx.collect import processor_flags
+from l0prune.exporting.onnx.profile import owner_of
+
+Feed = dict[str, np.ndarray[Any, Any]]
+"""Inputs of one call of a file, by name."""
+
+FIRST_OPSET = 13  # before it there is no scale for each output
+MULTIPLYING = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
+MINMAX, ENTROPY = "minmax", "entropy"
+PERCENTILES = {f"percentile {share:g}": share for share in (99.999, 99.99, 99.9)}
+METHODS = (MINMAX, *PERCENTILES, ENTROPY)
+_BINS = 2048
+_TOGETHER = 8  # bins merged for the search by entropy
+
+
+def is_x86() -> bool:
+    """Return whether this processor is of the x86 family."""
+    return platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+def has_dot_products() -> bool:
+    """Return whether this processor multiplies and adds bytes in one instruction.
+
+    On x86 that is VNNI. Without it sums of two products saturate, so that weights get 7 bits.
+    True where the system does not list the flags.
+    """
+    flags = processor_flags()
+    return not (flags and is_x86()) or any(re.search("vnni|amx_int8", flag) for flag in flags)
+
+
+@dataclass
+class Quantizer:
+    """Quantizer of one file in float32, with its calibrated ranges.
+
+    Attributes:
+        model: the file, as ONNX Runtime's preprocessing leaves it.
+        nodes: names of the nodes that can be quantized, by operator.
+        ranges: of all values, by method of calibration, as ONNX Runtime's quantizer takes them.
+    """
+
+    model: ModelProto
+    nodes: dict[str, list[str]]
+    ranges: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str] = METHODS
+    ) -> Quantizer:
+        """Prepare a file for quantization, and calibrate it.
+
+        Args:
+            path: of the file.
+            feeds: calibration inputs.
+            folder: for temporary files.
+            methods: of calibration.
+
+        Raises:
+            L0pruneError: ONNX Runtime cannot do it.
+        """
+        from onnxruntime.quantization import quant_pre_process  # loads slowly, as do the next ones
+        from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+        plain, ready = folder / "plain.onnx", folder / "ready.onnx"
+        model = onnx.load(str(path))
+        pool_means(model)
+        name_nodes(model)
+        onnx.save(model, str(plain))
+        with muted(), _explained("prepare"):
+            try:
+                quant_pre_process(str(plain), str(ready))
+            except Exception:  # its inference of symbolic shapes does not know every operator
+                quant_pre_process(str(plain), str(ready), skip_symbolic_shape=True)
+            model = onnx.load(str(ready))
+            name_nodes(model)
+            onnx.save(model, str(ready))
+            ranges = _ranges(ready, feeds, folder, methods)
+        nodes: dict[str, list[str]] = {}
+        for node in model.graph.node:
+            if node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry:
+                nodes.setdefault(node.op_type, []).append(node.name)
+        return cls(model, nodes, ranges)
+
+    def layer_of(self, name: str) -> str:
+        """Return the path of a node's module; the node's name where that is unknown."""
+        (node,) = (each for each in self.model.graph.node if each.name == name)
+        return owner_of(node) or name
+
+    def quantized(self, method: str = MINMAX, kept: Collection[str] = ()) -> ModelProto:
+        """Return the quantized file.
+
+        Args:
+            method: of calibration, one of ``METHODS``.
+            kept: names of nodes that stay in float32.
+
+        Raises:
+            L0pruneError: ONNX Runtime cannot do it.
+        """
+        from onnxruntime.quantization import QDQQuantizer, QuantType
+
+        copied = ModelProto()
+        copied.CopyFrom(self.model)
+        with muted(), _explained("quantize"):
+            quantizer = QDQQuantizer(
+                copied,
+                per_channel=True,
+                reduce_range=not has_dot_products(),
+                weight_qType=QuantType.QInt8,
+                activation_qType=QuantType.QUInt8 if is_x86() else QuantType.QInt8,
+                tensors_range=self.ranges[method],
+                nodes_to_quantize=[],
+                nodes_to_exclude=list(kept),
+                op_types_to_quantize=list(self.nodes),
+                extra_options={},
+            )
+            quantizer.quantize_model()
+            return _in_order(quantizer.model.model)
+
+
+def _in_order(model: ModelProto) -> ModelProto:
+    """Return a file with the nodes in topological order, as ONNX requires.
+
+    The quantizer appends the nodes that it adds.
+    """
+    import onnx_ir
+
+    sorted_ = onnx_ir.from_proto(model)
+    sorted_.graph.sort()
+    return onnx_ir.to_proto(sorted_)
+
+
+def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
+    """Return a file in eight bits for timing only: its ranges are those of one call."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, str(path))
+        return Quantizer.of(path, [inputs], Path(folder), (MINMAX,)).quantized()
+
+
+def int8_for_times() -> Callable[[ModelProto, Feed], ModelProto]:
+    """Return ``in_int8``; warn if times of int8 here do not hold elsewhere."""
+    if not has_dot_products():
+        warn(
+            "this processor has no VNNI instructions: times of int8 files here say nothing of "
+            "those on one that has. Measure on a machine like the one that will serve"
+        )
+    return in_int8
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise errors of ONNX Runtime's quantizer within the context as L0pruneError."""
+    try:
+        yield
+    except Exception as error:  # of many classes
+        raise L0pruneError(
+            f"ONNX Runtime's quantizer cannot {what} this network: {type(error).__name__}: "
+            f"{first_line(error)}. The file in float32 is fine: leave int8 out"
+        ) from error
+
+
+def pool_means(model: ModelProto) -> None:
+    """Replace means over all positions of feature maps by GlobalAveragePool, in place.
+
+    Torch's exporter writes ReduceMean, which ONNX Runtime has in float32 only: one in the middle
+    of a network costs a conversion to float32 and back.
+    """
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    dims = _dims(model)
+    for node in model.graph.node:
+        if node.op_type != "ReduceMean":
+            continue
+        given = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        axes = given.get("axes")
+        if len(node.input) == 2 and node.input[1] in tensors:
+            axes = numpy_helper.to_array(tensors[node.input[1]]).tolist()
+        rank = dims.get(node.input[0], 0)
+        places = set(range(2, rank))
+        if (
+            places
+            and axes
+            and {axis % rank for axis in axes} == places
+            and given.get("keepdims", 1)
+        ):
+            del node.input[1:], node.attribute[:]
+            node.op_type = "GlobalAveragePool"
+    read = {name for node in model.graph.node for name in node.input}
+    read |= {output.name for output in model.graph.output}
+    for name in tensors.keys() - read:
+        model.graph.initializer.remove(tensors[name])
+
+
+def _dims(model: ModelProto) -> dict[str, int]:
+    """Return the number of dims of each value, where it is known."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    values = (*graph.input, *graph.value_info, *graph.output)
+    return {each.name: len(each.type.tensor_type.shape.dim) for each in values}
+
+
+def name_nodes(model: ModelProto) -> None:
+    """Give each node a unique name, in place: the quantizer refers to nodes by name."""
+    taken: set[str] = set()
+    for number, node in enumerate(model.graph.node):
+        if not node.name or node.name in taken:
+            node.name = f"{node.op_type}_{number}"
+        while node.name in taken:
+            node.name += "_"
+        taken.add(node.name)
+
+
+def _ranges(
+    path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str]
+) -> dict[str, Any]:
+    """Return the ranges of all values by these methods, from one pass over the feeds."""
+    from onnxruntime.quantization import CalibrationMethod, TensorsData, create_calibrator
+
+    calibrator = create_calibrator(
+        path,
+        augmented_model_path=str(folder / "augmented.onnx"),
+        calibrate_method=CalibrationMethod.Percentile,
+        extra_options={"symmetric": False, "num_bins": _BINS},
+    )
+    for feed in feeds:  # one at a time: all outputs of a call are in memory
+        calibrator.collect_data(_Reader(feed))
+    collector = calibrator.collector
+    seen = collector.get_histogram_dict()
+    limits = {name: (least, most) for name, (_, _, least, most, _) in seen.items()}
+    found = {MINMAX: TensorsData(CalibrationMethod.MinMax, limits)}
+    for name in PERCENTILES.keys() & methods:
+        collector.percentile = PERCENTILES[name]
+        found[name] = calibrator.compute_data()
+    if ENTROPY in methods:
+        seen |= {name: _coarser(histogram) for name, histogram in seen.items()}
+        collector.method, collector.num_quantized_bins = ENTROPY, 128
+        found[ENTROPY] = calibrator.compute_data()
+    return found
+
+
+def _coarser(histogram: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a histogram with wider bins: the search by entropy tries all pairs of them."""
+    counts, edges, *rest = histogram
+    whole = len(counts) // _TOGETHER * _TOGETHER
+    first = (len(counts) - whole) // 2  # it is symmetric; the outer bins hold outliers
+    sums = counts[first : first + whole].reshape(-1, _TOGETHER).sum(1)
+    sums[0], sums[-1] = sums[0] + counts[:first].sum(), sums[-1] + counts[first + whole :].sum()
+    return (sums, edges[first : first + whole + 1 : _TOGETHER], *rest)
+
+
+class _Reader:
+    """Reader of a single feed, as ONNX Runtime's calibrators take it."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._left = iter((feed,))
+
+    def get_next(self) -> Feed | None:
+        """Return the feed once, then None."""
+        return next(self._left, None)

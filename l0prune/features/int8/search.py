@@ -1,0 +1,149 @@
+"""Search for an int8 file's calibration and its nodes in float32, by measured error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from onnx import ModelProto
+
+from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.differences import Differences, Outputs, differences
+from l0prune.features.int8.compensation import compensated
+from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
+
+_SMALL = 0.05  # an error up to which nothing is searched
+_WORTH = 0.8  # nodes stay in float32 if at most this share of the error is left
+_TRIED = 2  # calls for trying layers one by one
+_MOST = 4  # one layer in so many may stay in float32
+_NAMED = 3
+
+
+class Comparison:
+    """Comparison of files with the outputs of one in float32.
+
+    Args:
+        network: the file in float32.
+        feeds: inputs of all files.
+
+    Raises:
+        UsageError: the file does not take the feeds.
+    """
+
+    def __init__(self, network: collect.Network, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
+        self._names = [each.name for each in network.session.get_outputs()]
+        self._expected = self.outputs(network)
+
+    def outputs(self, network: collect.Network, calls: int | None = None) -> list[Outputs]:
+        """Return the outputs of a file for the first ``calls`` feeds, or for all."""
+        try:
+            return [network.session.run(None, feed) for feed in self._feeds[:calls]]
+        except Exception as error:  # of ONNX Runtime's classes
+            raise UsageError(f"the file does not take the calibration inputs: {error}") from error
+
+    def with_outputs(self, found: Sequence[Outputs]) -> Differences:
+        """Return the error of each output, and the agreement."""
+        return differences(self._names, self._expected, found)
+
+    def worst(self, network: collect.Network, calls: int | None = None) -> float:
+        """Return the largest error of a file; for whole numbers, the share that differs."""
+        errors, agreement = self.with_outputs(self.outputs(network, calls))
+        known = [1 - agreement[n] if error is None else error for n, error in errors.items()]
+        return max(known, default=0.0)
+
+
+class Search:
+    """Search for the calibration method and the nodes in float32 with the least error.
+
+    First kinds of operators that do not multiply are tried, such as the sums of a residual stream,
+    then layers one by one. ``compensate`` then tries weights that make up for the rounding.
+
+    Attributes:
+        method: of calibration.
+        kept: names of the operators and layers that stay in float32.
+        costly: the layers that cost most, with the error of each alone.
+        compensated: the error without and with weights that make up for the rounding; None where
+            they were not tried.
+    """
+
+    def __init__(self, quantizer: Quantizer, comparison: Comparison, path: Path) -> None:
+        self._quantizer, self._comparison, self._path = quantizer, comparison, path
+        self._nodes: list[str] = []
+        self.method = METHODS[0]
+        self.kept: list[str] = []
+        self.costly: list[tuple[str, float]] = []
+        self.compensated: tuple[float, float] | None = None
+        self._better: ModelProto | None = None
+
+    def made(self) -> ModelProto:
+        """Return the chosen file."""
+        return self._better or self._quantizer.quantized(self.method, self._nodes)
+
+    def run(self) -> None:
+        """Choose the calibration method, then the operators and layers in float32."""
+        error = self._choose_method()
+        error = self._keep_operators(error)
+        if error > _SMALL:
+            self._keep_layers(error)
+
+    def compensate(self, feeds: Sequence[Feed]) -> None:
+        """Use weights that compensate the rounding if they make the error smaller."""
+        plain = self.made()
+        better = compensated(self._quantizer.model, plain, feeds)
+        self.compensated = self._error_of(plain), self._error_of(better)
+        self._better = better if self.compensated[1] < self.compensated[0] else plain
+
+    def _error(self, nodes: Collection[str], method: str = "", calls: int | None = None) -> float:
+        return self._error_of(self._quantizer.quantized(method or self.method, nodes), calls)
+
+    def _error_of(self, model: ModelProto, calls: int | None = None) -> float:
+        self._path.write_bytes(model.SerializeToString())
+        return self._comparison.worst(collect.Network(self._path, 0, collect.CPU), calls)
+
+    def _choose_method(self) -> float:
+        errors = {method: self._error(self._nodes, method) for method in METHODS}
+        self.method = min(errors, key=errors.__getitem__)
+        return errors[self.method]
+
+    def _keep_operators(self, error: float) -> float:
+        """Keep kinds of operators in float32 where that is worth it; return the resulting error.
+
+        A value is quantized unless all of its readers are in float32, so that kinds are excluded
+        together, and then put back one by one.
+        """
+        kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        least = self._error(_names(kinds)) if error > _SMALL and kinds else error
+        if least > _WORTH * error:
+            return error
+        enough = max(_SMALL, least / _WORTH)
+        for kind in list(kinds):
+            names = kinds.pop(kind)
+            if self._error(_names(kinds)) > enough:
+                kinds[kind] = names
+        self._nodes, self.kept = _names(kinds), sorted(kinds)
+        return self._choose_method()
+
+    def _keep_layers(self, error: float) -> None:
+        every = _names(self._quantizer.nodes)
+        layers = [n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())]
+        alone = {
+            name: self._error([each for each in every if each != name], calls=_TRIED)
+            for name in layers
+        }
+        ranked = sorted(layers, key=alone.__getitem__, reverse=True)
+        named = [(self._quantizer.layer_of(name), alone[name]) for name in ranked]
+        self.costly = named[:_NAMED]
+        least, chosen, number = error, 0, 1
+        while number * _MOST <= len(layers) and least > _SMALL:
+            left = self._error([*self._nodes, *ranked[:number]])
+            if left < _WORTH * least:
+                least, chosen = left, number
+            number *= 2
+        self._nodes += ranked[:chosen]
+        self.kept += [layer for layer, _ in named[:chosen]]
+
+
+def _names(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    return [name for names in kinds.values() for name in names]

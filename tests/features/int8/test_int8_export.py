@@ -1,0 +1,83 @@
+"""An export in eight bits, from Python and from the command line."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from commands import in_process
+from differences import run_onnx
+from rich.console import Console
+from round_trips import metadata
+from timed_network import gated
+
+import l0prune
+from l0prune.exporting.onnx.differences import relative_error
+
+
+@pytest.mark.slow
+def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, timed):
+    dense = l0prune.export(gated())
+    x = torch.randn(64, 3, 12, 12)
+    plain, small = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
+    assert dense.save_onnx(plain, int8=x) == dense.files == (plain, small)
+    assert dense.certificate.worst(("onnx",), "float32") < 1e-5
+    onnx.checker.check_model(onnx.load(small))
+    facts = metadata(small)
+    recorded = json.loads(facts["l0prune.int8"])
+    assert recorded == json.loads(json.dumps(dense.int8.to_dict()))
+    assert "l0prune.float32.certificate" in facts
+    assert "l0prune.certificate" not in facts
+    assert (recorded["calibrated"], recorded["compared"]) == (48, 16)
+    unseen = torch.cat([x[start : start + 4] for start in range(12, 64, 16)])
+    error = relative_error([tuple(run_onnx(path, unseen)[0].numpy() for path in (plain, small))])
+    assert np.isclose(recorded["errors"]["output"], error, rtol=1e-3)
+    assert 0 < error < 0.05
+    assert np.isclose(min(recorded["compensated"]), error, rtol=1e-3)
+    assert "In int8: output" in _shown(dense)
+    assert "beside the dense network in float32" in _shown(dense)
+    assert dense.int8.beside_dense.dense != dense.int8.times.dense
+    assert ("rounding compensated" in _shown(dense)) == dense.int8.is_compensated
+    content = dense.report().content
+    assert "In int8: output" in content.notes
+    assert content.gain.bytes.after == plain.stat().st_size
+    dense.save_onnx(plain, int8=x, compensate=False, time=False)
+    assert dense.int8.compensated is None
+    assert (dense.int8.times, dense.int8.beside_dense, dense.times) == (None, None, None)
+    assert "not timed" in str(dense.int8)
+
+
+def _shown(dense):
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(dense)
+    return captured.get()
+
+
+NET = """
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_and_compares(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    gate = ("gate", "net.py:build", "--data", "digits", "--out", "net.gated.pt")
+    assert in_process(capfd, *gate)[0] == 0
+    code, _, text = in_process(capfd, "export", "net.gated.pt", "--int8", "--no-time", "--out", ".")
+    assert code == 0, text
+    assert (tmp_path / "net.int8.onnx").exists()
+    compare = ("evaluate", "net.int8.onnx", "--against", "net.onnx", "--data", "digits", "--json")
+    code, out, text = in_process(capfd, *compare)
+    assert code == 0, text
+    found = json.loads(out)
+    assert 0 < found["output from net.onnx"] < 0.05
+    assert found["output: same largest score"] > 0.9
