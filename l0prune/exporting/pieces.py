@@ -156,7 +156,7 @@ class Whole:
         own = self.free.sizes(self.example)
         fixed = {name: size for name, size in own.items() if name not in made.free}
         answers = [a for a in answers if fixed.items() <= self.free.sizes(a.inputs).items()]
-        answers = [a for a in answers if _holds(single, free, a)]
+        answers = [a for a in answers if _fits(single, free, a)]
         if not answers:  # the module was compared with the gated one at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
@@ -297,7 +297,7 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
     yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
 
 
-def _holds(single: ExportedProgram, free: FreeSizes, answer: Answer) -> bool:
+def _fits(single: ExportedProgram, free: FreeSizes, answer: Answer) -> bool:
     """Return whether the float32 program is right at the free sizes of an answer's inputs.
 
     torch.export specializes a size of 1, so that the program is run there.
@@ -310,8 +310,11 @@ def _holds(single: ExportedProgram, free: FreeSizes, answer: Answer) -> bool:
     ]
     if not shapes_hold(single.graph, found):
         return False
-    if all(size != 1 for _, size in found):
-        return True
+    return all(size != 1 for _, size in found) or _holds(single, answer)
+
+
+def _holds(single: ExportedProgram, answer: Answer) -> bool:
+    """Return whether the float32 program computes the answer; False if it cannot run."""
     try:
         apart = copied(single.module(check_guards=False))  # it may write into its buffers
         found = output_of(apart, answer.inputs, torch.float32)
