@@ -115,6 +115,8 @@ class Feature:
         around: networks that are put around a network, by the names that files know them by
             (``files/around.py``).
         criteria: of how sure an early exit is (``features/exits/criteria.py``).
+        report_sections: of a report's page: functions of its content (``report/content.py``) that
+            return a heading and a text, or None.
     """
 
     package: str
@@ -140,6 +142,7 @@ class Feature:
     sections: Mapping[str, str] = field(default_factory=dict)
     around: Mapping[str, str] = field(default_factory=dict)
     criteria: Mapping[str, str] = field(default_factory=dict)
+    report_sections: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

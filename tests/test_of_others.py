@@ -11,6 +11,9 @@ from torch import nn
 import l0prune
 from l0prune.doors import Registry, features, provided
 from l0prune.errors import UsageError
+from l0prune.exporting.own_class.writing import WRITERS
+from l0prune.features.penalties.shrinkage import PENALTIES
+from l0prune.selection.scores import SCORES
 
 FILES = {
     "halves/__init__.py": """
@@ -23,11 +26,35 @@ FILES = {
             options={"Budget": ("share",), "Output": ("noted",)},
             more={"export": "command"},
             scores={"first-half": "halving"},
+            penalties={"halved": "halving"},
+            writers={".widths": "halving"},
+            report_sections={"quarter": "halving"},
         )
     """,
     "halves/halving.py": """
+        from dataclasses import dataclass
+        from typing import ClassVar
+
         import torch
         from l0prune import scores
+        from l0prune.exporting.own_class.writing import WRITERS
+        from l0prune.features.penalties.shrinkage import register
+
+        @register
+        @dataclass(frozen=True)
+        class Halved:
+            name: ClassVar[str] = "halved"
+
+            def shrunk(self, t, tau, scale):
+                return t / 2
+
+        def write(path, network):
+            path.write_text(str([tuple(p.shape) for p in network.parameters()]))
+
+        WRITERS[".widths"] = write
+
+        def quarter(content):
+            return "A quarter <of it>", f"of {len(content.layers)} layers"
 
         def half_of(number):
             return number / 2
@@ -77,7 +104,9 @@ def installed(tmp_path, monkeypatch):
     yield tmp_path
     features.cache_clear()
     vars(l0prune).pop("half_of", None)
-    l0prune.scores.SCORES._known.pop("first-half", None)
+    for registry in (SCORES, PENALTIES, WRITERS):
+        for name in ("first-half", "halved", ".widths"):
+            registry._known.pop(name, None)
     for name in [each for each in sys.modules if each.partition(".")[0] == "halves"]:
         del sys.modules[name]
 
@@ -101,6 +130,26 @@ def test_a_feature_of_another_package_is_found_and_one_that_is_broken_is_told():
         2,
         1,
     ]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.filterwarnings("ignore:the feature 'broken'", "ignore:l0prune. the feature 'broken'")
+def test_its_penalty_trains_its_format_is_written_and_its_section_is_on_the_page(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    l0prune.gate(model, torch.randn(2, 3))
+    before = float(model[0].weight.detach().norm())
+    data = [(torch.randn(8, 3), torch.randint(2, (8,)))]
+    settings = {"epochs": 1, "lr": 1e-3, "progress": False}
+    l0prune.finetune(model, data, penalty="halved", lam=1.0, **settings)
+    assert float(model[0].weight.detach().norm()) < 0.6 * before
+    small = l0prune.export(model)
+    small.save(tmp_path / "net.widths")
+    shapes = [tuple(p.shape) for p in small.module.parameters()]
+    assert (tmp_path / "net.widths").read_text() == str(shapes)
+    page = l0prune.Report.of(small).html()
+    assert "A quarter &lt;of it&gt;</h2>" in page
+    assert "of 2 layers" in page
 
 
 def test_its_command_is_one_of_l0prune(installed):

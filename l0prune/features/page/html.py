@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from l0prune.doors import behind
 from l0prune.features.page import elements
 from l0prune.features.page.bits import bits_by_layer
 from l0prune.features.page.certificate import certificate, grouped
@@ -41,12 +42,20 @@ def html(content: Content, *, live: bool = False) -> str:
         flattened=flattened(content.layers, content.axes),
         change=partial(elements.change, is_survey=content.about == "survey"),
         sums=sums(content),
+        others=[*_others(content)],
         commands=_commands(content),
         unfinished=is_unfinished(content),
         refresh=_REFRESH if live else None,
         style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         script=Markup((_FOLDER / "page.js").read_text(encoding="utf-8")),
     )
+
+
+def _others(content: Content) -> Iterator[tuple[str, Any]]:
+    """Yield heading and text of the sections that features add; text is escaped, Markup is not."""
+    for name, feature in behind("report_sections"):
+        if (found := feature.load("report_sections", name)(content)) is not None:
+            yield found
 
 
 def _commands(content: Content) -> list[str]:
