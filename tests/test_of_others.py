@@ -22,13 +22,13 @@ FILES = {
         FEATURE = Feature(
             __name__,
             names={"half_of": "halving"},
-            commands={"halve": "command"},
-            options={"Budget": ("share",), "Output": ("noted",)},
+            commands={"halve": "command", "fails": "nowhere"},
+            options={"Budget": ("share",), "Output": ("noted",), "Halves": ("twice",)},
             more={"export": "command"},
             scores={"first-half": "halving"},
             penalties={"halved": "halving"},
             writers={".widths": "halving"},
-            report_sections={"quarter": "halving"},
+            report_sections={"quarter": "halving", "faulty": "halving"},
         )
     """,
     "halves/halving.py": """
@@ -56,6 +56,9 @@ FILES = {
         def quarter(content):
             return "A quarter <of it>", f"of {len(content.layers)} layers"
 
+        def faulty(content):
+            raise ValueError("no axes")
+
         def half_of(number):
             return number / 2
 
@@ -68,9 +71,13 @@ FILES = {
 
         import typer
 
-        def halve(number: float, share: Annotated[float, typer.Option(help="Of it.")] = 0.5):
+        def halve(
+            number: float,
+            share: Annotated[float, typer.Option(help="Of it.")] = 0.5,
+            twice: Annotated[bool, typer.Option(help="Once more.")] = False,
+        ):
             """Print a share of a number."""
-            print(number * share)
+            print(number * share * (share if twice else 1))
 
         def export(examples, *, noted: Annotated[str, typer.Option(help="A note.")] = "none"):
             """Print a note before anything is cut."""
@@ -147,7 +154,8 @@ def test_its_penalty_trains_its_format_is_written_and_its_section_is_on_the_page
     small.save(tmp_path / "net.widths")
     shapes = [tuple(p.shape) for p in small.module.parameters()]
     assert (tmp_path / "net.widths").read_text() == str(shapes)
-    page = l0prune.Report.of(small).html()
+    with pytest.warns(UserWarning, match="section 'faulty' of halves is left out: .*no axes"):
+        page = l0prune.Report.of(small).html()
     assert "A quarter &lt;of it&gt;</h2>" in page
     assert "of 2 layers" in page
 
@@ -163,7 +171,10 @@ def test_its_command_is_one_of_l0prune(installed):
             timeout=LONGEST,
         )
 
-    assert "halve " in said("--help").stdout
+    whole = said("--help")
+    assert "halve " in whole.stdout
+    assert "the command 'fails' of halves is left out: ModuleNotFoundError" in whole.stderr
+    assert "Halves:\n  --twice" in said("halve", "--help").stdout
     assert "Budget:\n  --share" in said("halve", "--help").stdout
     assert "A note. [none]" in said("export", "--help-all").stdout.partition("Output:\n")[2]
     done = said("halve", "6", "--share", "0.25")

@@ -23,7 +23,7 @@ from l0prune.cli.messages import own_warnings, run_command
 from l0prune.cli.more import extended
 from l0prune.cli.report import report
 from l0prune.doors import behind, missing
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, in_a_line, warn
 
 _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
@@ -55,7 +55,11 @@ COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
     app.command(cls=GroupedCommand)(extended(command) if command in (gate, export) else command)
 for name, feature in behind("commands"):
-    found = feature.load("commands", name)
+    try:
+        found = feature.load("commands", name)
+    except Exception as error:  # of a package of someone else
+        warn(f"the command {name!r} of {feature.name} is left out: {in_a_line(error)}")
+        continue
     if isinstance(found, typer.Typer):
         app.add_typer(found, name=name)
     else:

@@ -89,7 +89,7 @@ class GroupedCommand(TyperCommand):
                 group = "Arguments" if is_argument else _GROUP_OF.get(each.name or "", "Other")
                 flags = row[0].replace("<list[str]>", "<str> …")
                 text = re.sub(r"\s*\[default: (.*)\]$", r" [\1]", row[1])
-                rows[group].append((flags, text))
+                rows.setdefault(group, []).append((flags, text))
         if shown:
             rows["Other"].append((_ALL, "Show all options and exit."))
         for group, found in rows.items():

@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from l0prune.doors import behind
+from l0prune.errors import in_a_line, warn
 from l0prune.features.page import elements
 from l0prune.features.page.bits import bits_by_layer
 from l0prune.features.page.certificate import certificate, grouped
@@ -54,7 +55,12 @@ def html(content: Content, *, live: bool = False) -> str:
 def _others(content: Content) -> Iterator[tuple[str, Any]]:
     """Yield heading and text of the sections that features add; text is escaped, Markup is not."""
     for name, feature in behind("report_sections"):
-        if (found := feature.load("report_sections", name)(content)) is not None:
+        try:
+            found = feature.load("report_sections", name)(content)
+        except Exception as error:  # of a package of someone else
+            warn(f"the report's section {name!r} of {feature.name} is left out: {in_a_line(error)}")
+            continue
+        if found is not None:
             yield found
 
 
