@@ -6,13 +6,12 @@ import copy
 import io
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from pickletools import genops
 
 import pytest
 import torch
 from differences import difference
+from pickled import names_in
 from plain_networks import NETWORKS
 from torch import nn
 from with_branches import randomised
@@ -122,16 +121,6 @@ def test_what_torch_makes_of_it_computes_the_same(name, cut):
         assert half(x.bfloat16()).dtype == torch.bfloat16
     copies = [type(each) for each in copy.deepcopy(small.module).modules()]
     assert copies == [type(each) for each in small.module.modules()]
-
-
-def names_in(file):
-    """What the pickle in a file of torch imports."""
-    with zipfile.ZipFile(file) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
-        pickle = archive.read(name)
-    found = [str(argument) for code, argument, _ in genops(pickle) if code.name == "GLOBAL"]
-    assert "plain_networks" in "".join(found) or "Sequential" in "".join(found)
-    return found
 
 
 def test_other_sizes_and_calls_of_a_pickle(cut):

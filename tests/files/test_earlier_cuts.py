@@ -1,11 +1,11 @@
 """Models that are cut, trained and cut again, and the files of the last cut."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from deadness import randomise
+from round_trips import through_pickle
 from torch import nn
 
 import l0prune
@@ -56,8 +56,7 @@ def cut_again(model, closed):
     return small
 
 
-@pytest.mark.parametrize("between", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.filterwarnings("ignore:l0prune. this pickle holds layers")
+@pytest.mark.parametrize("between", [copy.deepcopy, through_pickle])
 def test_the_file_of_the_last_cut_fits_the_original(between, tmp_path):
     torch.manual_seed(0)
     model = randomise(Net()).eval()
