@@ -139,7 +139,9 @@ def with_onnx_runtime(small, folder, request):
 def with_openvino(small, folder, request):
     file = onnx_file(small, folder)  # which l0prune tries without it
     core = request.getfixturevalue("openvino").Core()
-    return torch.tensor(core.compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})([IDS.numpy()])[0])
+    return torch.tensor(
+        core.compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})([IDS.numpy()])[0]
+    )
 
 
 def program(ending):

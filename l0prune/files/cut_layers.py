@@ -221,11 +221,12 @@ class SkippedModule(OwnLayer):
             return first.new_zeros((0,) if self.gives == "nothing" else ())
         sizes = sizes_after(first.shape, self.windows)
         if self.dim:
-            sizes = sizes[: self.dim] + (self.channels,) + sizes[self.dim + 1 :]
+            # Sizes that torch.fx traces do not unpack.
+            sizes = sizes[: self.dim] + (self.channels,) + sizes[self.dim + 1 :]  # noqa: RUF005
         return first.new_zeros(sizes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ``nn.Module`` with the same content, whose forward is a graph of torch.fx."""
+        """Pickle as an ``nn.Module`` with the same content and a graph of torch.fx as forward."""
         if not is_name(self.name):
             raise ValueError(f"{self.name!r} is no name of an input")
         own = SkippedModule.__annotations__
@@ -317,7 +318,15 @@ def _before(tensor: Tensor, dims: int) -> Tensor:  # without sizes: see GivenSiz
 
 
 # Layers that a pickle names, and those in the place of modules with nothing left to compute.
-OWN = (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention, PickedAttention, GivenSizes, PaddedNorm)
+OWN = (
+    CutLayerNorm,
+    CutGroupNorm,
+    PickedLinear,
+    CutAttention,
+    PickedAttention,
+    GivenSizes,
+    PaddedNorm,
+)
 SKIPPED = (SkippedModule, nn.Identity)
 LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in (*OWN, *SKIPPED)}
 

@@ -24,7 +24,14 @@ from l0prune.files.cut_layers import (
     tensors_held,
 )
 from l0prune.files.earlier_cuts import remember, remembered, since_the_first
-from l0prune.files.given_sizes import GIVEN, PADDED, MixedIn, OwnLayer, are_sizes_of_calls, are_whole_sizes
+from l0prune.files.given_sizes import (
+    GIVEN,
+    PADDED,
+    MixedIn,
+    OwnLayer,
+    are_sizes_of_calls,
+    are_whole_sizes,
+)
 from l0prune.files.manifest import Manifest, Sizes, built, parsed, settled
 from l0prune.files.pickles import check_exists, load_pickle
 from l0prune.files.tensor_file import MANIFEST as TEXT

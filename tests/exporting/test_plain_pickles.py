@@ -96,7 +96,9 @@ def test_a_process_without_l0prune_loads_them(names, cut, tmp_path):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.one_in(2)
-@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)
 def test_what_torch_makes_of_it_computes_the_same(name, cut):
     """Of the module, and of its pickle, which has other classes in it."""
     model, small, x = cut(name)
