@@ -32,6 +32,7 @@ import l0prune
 from benchmarks.isolation import parser_of
 from benchmarks.language import gated, perplexity, smollm2, texts
 from l0prune.data.dataset import Tensors
+from l0prune.data.text import tokenizer_of
 
 # Runs in a process of its own: argument 1 is the file, 2 the texts of token numbers that are scored
 # (each token by those before it), 3 the number of tokens to write, which are timed.
@@ -106,12 +107,14 @@ def print_table(given: argparse.Namespace) -> None:
     print(f"widths: {short(small.widths)}", flush=True)
     files: dict[tuple[str, str], Path] = {}
     with tempfile.TemporaryDirectory() as folder:
+        words = Path(folder) / "tokenizer"
+        tokenizer_of(model).save_pretrained(words)
         for name, network in networks.items():
             module = network if isinstance(network, nn.Module) else network.module
             print(f"{name}: perplexity by torch {perplexity(module, test):.2f}", flush=True)
             for kind in given.types:
                 files[name, kind] = Path(folder) / f"{name}.{kind}.gguf"
-                l0prune.save_gguf(module, files[name, kind])
+                l0prune.save_gguf(module, files[name, kind], tokenizer=words)
         for _ in range(given.rounds):
             timed.append(
                 {key: run(path, scored[:1], given.count)[1] for key, path in files.items()}

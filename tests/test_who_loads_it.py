@@ -72,7 +72,7 @@ CUTS = {
     "MLP widths, alike in all layers": lambda: llama("transformers", **{MLP.format(""): 41}),
     "MLP widths, by layer": lambda: llama("gguf", **{MLP.format(0): 41, MLP.format(1): 64}),
     "heads, alike in all layers": lambda: llama("vllm", **{HEADS.format(""): 2}),
-    "heads, by layer": lambda: llama("gguf", **{HEADS.format(0): 1, HEADS.format(1): 3}),
+    "heads, by layer": lambda: llama("gguf", **{HEADS.format(0): 2, HEADS.format(1): 3}),
     "hidden size": lambda: llama("transformers", **{"embed_tokens": 48}),
     "whole layers": lambda: llama("transformers", **{r"layers\.1\.(self_attn|mlp)$": 0}),
     "one attention, one MLP": lambda: llama(
