@@ -48,8 +48,8 @@ class OwnLayer(nn.Module):
         if own is not None:
             result: nn.Module = own(memo)
             return result
-        rebuild: Any
-        rebuild, arguments, state, *_ = super().__reduce_ex__(4)
+        reduced: Any = super().__reduce_ex__(4)
+        rebuild, arguments, state, *_ = reduced
         copied: Any = rebuild(*arguments)
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(state, memo))
