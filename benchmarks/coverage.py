@@ -46,7 +46,7 @@ from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
 from l0prune.exporting.certify.difference import difference
-from l0prune.files.cut_layers import LAYERS
+from l0prune.files.cut_layers import OWN, SkippedModule
 
 # Networks of threads in trackers, and the line of each for the terminal.
 OF_USERS = {
@@ -145,7 +145,7 @@ def kept_class(dense: l0prune.Export) -> str:
     """``yes`` for its own class, ``layers`` if some layers are cut ones, or ``graph``."""
     if not dense.rebuilt:
         return "graph"
-    cut = any(isinstance(module, tuple(LAYERS.values())) for module in dense.module.modules())
+    cut = any(isinstance(module, (*OWN, SkippedModule)) for module in dense.module.modules())
     return "layers" if cut else "yes"
 
 

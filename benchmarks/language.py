@@ -177,9 +177,10 @@ def compensated(
                 put_back(model, whole)
 
 
-def gated(model: nn.Module, example: Tensor) -> nn.Module:
+def gated(model: nn.Module, example: Tensor, **options: Any) -> nn.Module:
     """Gates on the heads and MLP neurons of SmolLM2."""
-    return l0prune.gate(model, (example,), include=["*.heads", "*.mlp.*"], branches=False)
+    inside = ["*.heads", "*.mlp.*"]
+    return l0prune.gate(model, (example,), include=inside, branches=False, **options)
 
 
 def print_table(given: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from l0prune.exporting.resize_class import check_class_alone, drop_branches, res
 from l0prune.exporting.slice import slice_by_plan
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import Place
-from l0prune.files.cut_layers import SkippedModule, become, tensors_of
+from l0prune.files.cut_layers import SKIPPED, become, tensors_of
 from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
@@ -239,7 +239,7 @@ class Cut:
                 module.__class__ = own
                 become(module, layer.kind or GivenSizes.__name__)
                 own = type(module)
-            if own is not SkippedModule:
+            if own not in SKIPPED:
                 self._gate_again(module, own, scales.get(path, {}))
             for name, value in attributes.items():
                 setattr(module, name, value)

@@ -11,7 +11,7 @@ from l0prune.capture.sizes import ANY
 from l0prune.exporting.pieces import ExportedPart, InParts, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.exporting.state import lost
-from l0prune.files.cut_layers import LAYERS
+from l0prune.files.cut_layers import OWN
 from l0prune.infer.nodes import called, draws
 
 CHANGED = (
@@ -28,7 +28,7 @@ def notes_on_files(made: Whole | InParts, module: nn.Module) -> list[str]:
     """Return the notes on programs and files made from ``module``, some of them empty."""
     on_model = (_note_on_sizes(made), _note_on_objects(made), _note_on_draws(made.pieces))
     on_state = map(_note_on_state, made.pieces)
-    return [_note_on_batches(made.pieces), *on_model, *on_state, _note_on_pickles(module)]
+    return [_note_on_batches(made.pieces), *on_model, *on_state, note_on_pickles(module)]
 
 
 def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
@@ -44,9 +44,9 @@ def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
     return "\n".join(lines)
 
 
-def _note_on_pickles(module: nn.Module) -> str:
+def note_on_pickles(module: nn.Module) -> str:
     """Name the layers for which ``torch.load`` of the pickled module needs l0prune, if any."""
-    kinds: tuple[type[nn.Module], ...] = (DenseGraph, *LAYERS.values())
+    kinds: tuple[type[nn.Module], ...] = (DenseGraph, *OWN)
     of_ours = [kind for each in module.modules() for kind in kinds if isinstance(each, kind)]
     if not of_ours:
         return ""

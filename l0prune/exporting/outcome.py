@@ -16,7 +16,7 @@ from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.handed_out import HandedOut, parameters_of
-from l0prune.exporting.notes import CHANGED, notes_on_files
+from l0prune.exporting.notes import CHANGED, note_on_pickles, notes_on_files
 from l0prune.exporting.onnx.speedup import Speedup
 from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
@@ -215,9 +215,10 @@ class Outcome:
         return f"Export({name}: {params}, {macs}; largest error {', '.join(errors)})"
 
     def __str__(self) -> str:
-        """Sizes and largest error, and what files are worth in time once they were timed."""
+        """Sizes and largest error, times of files that were timed, and who loads a pickle."""
         timed = (f"{name}: {each}" for name, each in self._timed())
-        return "\n".join((repr(self), *timed, *self._in_blocks()))
+        lines = (repr(self), *timed, *self._in_blocks(), note_on_pickles(self.module))
+        return "\n".join(filter(None, lines))
 
     def _in_blocks(self) -> list[str]:
         """Return a sentence on the blocks of the widths, if they come in those of the target."""

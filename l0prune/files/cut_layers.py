@@ -5,22 +5,23 @@ Plain torch and safetensors: the code is copied beside the weights of a cut mode
 """
 
 import json
+import keyword
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from l0prune.files.given_sizes import GivenSizes, MixedIn, PaddedNorm, layer_norm
+from l0prune.files.given_sizes import GivenSizes, MixedIn, OwnLayer, PaddedNorm, layer_norm
 
 # Kernel, stride, padding and dilation of a convolution or pool, with a number for each dim.
 Window = tuple[tuple[int, ...], ...]
 
 
-class CutLayerNorm(nn.LayerNorm):
+class CutLayerNorm(OwnLayer, nn.LayerNorm):
     """LayerNorm after the removal of inputs that were all zero.
 
     Attributes:
@@ -45,7 +46,7 @@ class CutLayerNorm(nn.LayerNorm):
         return f"{super().extra_repr()}, inputs={self.inputs}, dim={self.dim}"
 
 
-class CutGroupNorm(nn.GroupNorm):
+class CutGroupNorm(OwnLayer, nn.GroupNorm):
     """GroupNorm with one group, after the removal of channels that were all zero.
 
     Attributes:
@@ -66,7 +67,7 @@ class CutGroupNorm(nn.GroupNorm):
         return f"{super().extra_repr()}, inputs={self.inputs}"
 
 
-class PickedLinear(nn.Linear):
+class PickedLinear(OwnLayer, nn.Linear):
     """Linear layer that reads a subset of its input features.
 
     Attributes:
@@ -82,7 +83,7 @@ class PickedLinear(nn.Linear):
         return F.linear(input.index_select(-1, self.kept), self.weight, self.bias)
 
 
-class CutAttention(nn.MultiheadAttention):
+class CutAttention(OwnLayer, nn.MultiheadAttention):
     """MultiheadAttention with fewer or smaller heads; the head size of values may differ.
 
     Attributes:
@@ -183,13 +184,15 @@ class PickedAttention(CutAttention):
         return given.index_select(-1, self.kept)
 
 
-class SkippedModule(nn.Module):
-    """Placeholder for a removed module.
+class SkippedModule(OwnLayer):
+    """Placeholder for a removed module, which a pickle stores as plain torch.
 
     Attributes:
         gives: ``input`` for an unchanged input; ``zeros`` of its shape, but for ``windows`` and
             ``dim``; ``zero`` for a scalar; or ``nothing``, an empty vector that torch.cat omits.
-        at: index of that input, positional ones first.
+        at: position of that input.
+        name: of that input, for calls by keyword.
+        depth: number of lists around the tensor in that input.
         windows: of the convolutions and pools that changed the sizes of positions.
         dim, channels: a dim of the result and its size; dim 0 keeps the input's size.
         results: length of the tuple it returned, of which the others are None now; 0 for no tuple.
@@ -197,6 +200,8 @@ class SkippedModule(nn.Module):
 
     gives: str
     at: int
+    name: str
+    depth: int
     windows: tuple[Window, ...]
     dim: int
     channels: int
@@ -204,21 +209,45 @@ class SkippedModule(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return the input or the zeros that ``gives`` names. Shape: see the class."""
-        first = (*args, *kwargs.values())[self.at]
-        if self.gives != "input":
-            while isinstance(first, list | tuple):
-                first = first[0]
-            assert isinstance(first, Tensor)
-            sizes = {"zeros": list(first.shape), "zero": [], "nothing": [0]}[self.gives]
-            sizes = sizes_after(sizes, self.windows)
-            if self.dim:
-                sizes[self.dim] = self.channels
-            first = first.new_zeros(sizes)
+        first = self._made_from(kwargs[self.name] if self.name in kwargs else args[self.at])
         return (first,) + (None,) * (self.results - 1) if self.results else first
+
+    def _made_from(self, first: Any) -> Any:
+        if self.gives == "input":
+            return first
+        for _ in range(self.depth):
+            first = first[0]
+        if self.gives != "zeros":
+            return first.new_zeros((0,) if self.gives == "nothing" else ())
+        sizes = sizes_after(first.shape, self.windows)
+        if self.dim:
+            # Sizes that torch.fx traces do not unpack.
+            sizes = sizes[: self.dim] + (self.channels,) + sizes[self.dim + 1 :]  # noqa: RUF005
+        return first.new_zeros(sizes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ``nn.Module`` with the same content and a graph of torch.fx as forward."""
+        if not is_name(self.name):
+            raise ValueError(f"{self.name!r} is no name of an input")
+        own = SkippedModule.__annotations__
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        graph = fx.Graph()
+        names = [*(f"_{number}" for number in range(self.at)), self.name]
+        *_, first = [graph.placeholder(name, default_value=None) for name in names]
+        graph.placeholder("*args")
+        graph.placeholder("**kwargs")
+        made = self._made_from(fx.Proxy(first)).node
+        graph.output((made,) + (None,) * (self.results - 1) if self.results else made)
+        return nn.Module, (), {**state, "forward": fx.GraphModule({}, graph)}
 
     def extra_repr(self) -> str:
         """Name the kind of result."""
         return self.gives
+
+
+def is_name(value: object) -> bool:
+    """Return whether the value is valid as ``name`` of a SkippedModule."""
+    return isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
 
 
 def are_windows(value: object) -> bool:
@@ -238,15 +267,16 @@ def _is_window(value: object) -> bool:
     return min((*kernel, *stride, *dilation), default=0) >= 1 and min(padding) >= 0
 
 
-def sizes_after(sizes: list[int], windows: tuple[Window, ...]) -> list[int]:
-    """Return the sizes of a tensor after windows have slid over its last dims."""
-    left = list(sizes)
+def sizes_after(sizes: Any, windows: Sequence[Window]) -> Any:
+    """Return the sizes of a tensor, a tuple, after windows have slid over its last dims."""
     for kernel, stride, padding, dilation in windows:
-        first = len(left) - len(kernel)
-        for i, size in enumerate(left[first:]):
-            reach = dilation[i] * (kernel[i] - 1)
-            left[first + i] = (size + 2 * padding[i] - reach - 1) // stride[i] + 1
-    return left
+        dims = len(kernel)
+        last = [
+            (sizes[i - dims] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
+            for i in range(dims)
+        ]
+        sizes = sizes[:-dims] + tuple(last)
+    return sizes
 
 
 def _normalised(
@@ -287,17 +317,18 @@ def _before(tensor: Tensor, dims: int) -> Tensor:  # without sizes: see GivenSiz
     return tensor
 
 
-_KINDS = (
+# Layers that a pickle names, and those in the place of modules with nothing left to compute.
+OWN = (
     CutLayerNorm,
     CutGroupNorm,
     PickedLinear,
     CutAttention,
     PickedAttention,
-    SkippedModule,
     GivenSizes,
     PaddedNorm,
 )
-LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
+SKIPPED = (SkippedModule, nn.Identity)
+LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in (*OWN, *SKIPPED)}
 
 
 def become(module: nn.Module, name: str) -> None:

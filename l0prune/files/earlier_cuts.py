@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from l0prune.capture.provenance import within
-from l0prune.files.cut_layers import LAYERS, SkippedModule, tensors_held
+from l0prune.files.cut_layers import LAYERS, SKIPPED, tensors_held
 
 _CUT = "l0prune_cut"  # attribute of a smaller model
 _FACTS = ("shapes", "constants", "attributes", "layers", "dropped")
@@ -67,7 +67,7 @@ def _both(first: Facts, second: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _is_one_layer(first: str, second: str) -> bool:
-    return second in (first, SkippedModule.__name__)
+    return second == first or LAYERS[second] in SKIPPED
 
 
 def _gained(kind: str | None) -> set[str]:

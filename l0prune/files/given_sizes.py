@@ -1,6 +1,8 @@
 """Mixins that run a module's forward at sizes that its code does not know. Plain torch."""
 
+import copy
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,34 @@ _AVERAGE, _ATTENTION, _NORM = "mean", "scaled_dot_product_attention", "layer_nor
 _PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
-class MixedIn(nn.Module):
+class OwnLayer(nn.Module):
+    """Base of layers that torch lacks. A warning says so where one is pickled, not where copied."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as ever, by the name of the class, with a warning."""
+        warnings.warn(
+            "l0prune: this pickle holds layers that torch does not have, and loads only where "
+            f"{__name__.partition('.')[0]} can be imported: save_pretrained(folder, code=True) of "
+            "the export writes a folder that torch and safetensors alone load.",
+            stacklevel=2,
+        )
+        return super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy as ever, without the warning."""
+        own: Any = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            result: nn.Module = own(memo)
+            return result
+        reduced: Any = super().__reduce_ex__(4)
+        rebuild, arguments, state, *_ = reduced
+        copied: Any = rebuild(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied  # type: ignore[no-any-return]
+
+
+class MixedIn(OwnLayer):
     """Base of mixins that run the forward of a module's class in another way."""
 
     def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
@@ -57,7 +86,7 @@ class MixedIn(nn.Module):
         rebuild, arguments, *state = reduced
         order = type(self).__mro__
         mixin = next(each for each in order if MixedIn in each.__bases__)
-        own = order[order.index(MixedIn) + 1]
+        own = order[order.index(OwnLayer) + 1]
         arguments = tuple(own if each is type(self) else each for each in arguments)
         return (_mixed_anew, (mixin, own, rebuild, arguments), *state)
 

@@ -15,9 +15,23 @@ from l0prune.capture.provenance import within
 from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import read_text, sealed
-from l0prune.files.cut_layers import LAYERS, are_windows, change, put_tensors, tensors_held
+from l0prune.files.cut_layers import (
+    LAYERS,
+    are_windows,
+    change,
+    is_name,
+    put_tensors,
+    tensors_held,
+)
 from l0prune.files.earlier_cuts import remember, remembered, since_the_first
-from l0prune.files.given_sizes import GIVEN, PADDED, MixedIn, are_sizes_of_calls, are_whole_sizes
+from l0prune.files.given_sizes import (
+    GIVEN,
+    PADDED,
+    MixedIn,
+    OwnLayer,
+    are_sizes_of_calls,
+    are_whole_sizes,
+)
 from l0prune.files.manifest import Manifest, Sizes, built, parsed, settled
 from l0prune.files.pickles import check_exists, load_pickle
 from l0prune.files.tensor_file import MANIFEST as TEXT
@@ -34,7 +48,7 @@ _FIRST, _HEAD = b"\x08\x00\x00\x00manifest", 64  # the key as pickled, and bytes
 _PICKED = "kept"  # index tensor of layers that read a subset of their inputs
 
 
-_DIMS = 64  # of a tensor; torch has no more
+_DIMS = 64  # of a tensor; torch has no more. Nor has a module that is skipped more inputs
 
 
 # Checks of gained attributes for which not every value of their type is valid.
@@ -45,7 +59,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "inputs": lambda value: is_count(value, MOST) and value > 0,
     "dim": lambda value: type(value) is int and abs(value) <= _DIMS,
     "scale": lambda value: type(value) is float and is_number(abs(value)),
-    **dict.fromkeys(("at", "channels", "results"), lambda value: is_count(value, MOST)),
+    "name": is_name,
+    **dict.fromkeys(("at", "depth"), lambda value: is_count(value, _DIMS)),
+    **dict.fromkeys(("channels", "results"), lambda value: is_count(value, MOST)),
 }
 
 
@@ -312,7 +328,7 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
     for path, kind in manifest.layers.items():
         if kind not in LAYERS:
             raise FileError(f"{where} has a layer {kind!r}, which this version does not know.")
-        own = (MixedIn, *LAYERS.values())
+        own = (OwnLayer, MixedIn, *LAYERS.values())
         base = next(each for each in LAYERS[kind].__mro__ if each not in own)
         if not isinstance(modules.get(path), base):
             raise FileError(f"{where} is of another architecture: {path} is no {base.__name__}.")

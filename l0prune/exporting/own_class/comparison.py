@@ -30,7 +30,7 @@ from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent
-from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.cut_layers import SKIPPED
 from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of
 
@@ -305,7 +305,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the modules' tensors other than parameters, by path, without skipped modules."""
     gone: list[str] = []
     for path, each in module.named_modules():
-        if isinstance(each, SkippedModule):
+        if isinstance(each, SKIPPED):
             gone.append(path)
         if any(is_within(path, skipped) for skipped in gone):
             continue

@@ -9,8 +9,9 @@ Modules of a list that store their index (a decoder layer's position in a cache)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -39,17 +40,23 @@ class Called:
     """Record of one call of a module.
 
     Attributes:
-        at: index of the input that the module can return unchanged, positional inputs first: the
-            first one of the output's shape, else 0.
+        at: position of the input that the module can return unchanged: the first one of the
+            output's shape, else the first one.
+        name: of that input.
+        depth: number of lists around the tensor in that input.
         results: number of values in the returned tuple, 0 if the module returns a tensor.
         shape: of the (first) output; None if no input has this shape.
-        takes_tensor: whether input ``at`` is a tensor.
+        takes_tensor: whether that input is a tensor.
+        is_alone: whether the module takes no other input, and this one by position.
     """
 
     at: int
+    name: str
+    depth: int
     results: int
     shape: tuple[int, ...] | None
     takes_tensor: bool
+    is_alone: bool
 
 
 def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Called]:
@@ -61,11 +68,12 @@ def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Call
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
         calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
+    by_keyword = {call.path for call in calls if call.inputs[1]}
     return {
-        names[call.path]: _of(call)
+        names[call.path]: _of(call, module.forward, call.path not in by_keyword)
         for call in calls
         if isinstance(call.output, Tensor) or type(call.output) is tuple
-        if _is_given_some(call, plain.get_submodule(names[call.path]))
+        if _is_given_some(call, module := plain.get_submodule(names[call.path]))
     }
 
 
@@ -76,14 +84,32 @@ def _is_given_some(call: Call, module: nn.Module) -> bool:
     return any(tensor.is_floating_point() for tensor in tensors)
 
 
-def _of(call: Call) -> Called:
+def _of(call: Call, forward: Callable[..., Any], is_by_position: bool) -> Called:
     results = 0 if isinstance(call.output, Tensor) else len(call.output)
     shape = _shape(call.output[0] if results else call.output)
+    inputs = list(_inputs(call, forward))
+    found = next((each for each in inputs if shape and _shape(each[2]) == shape), None)
+    at, name, given = found or inputs[0]
+    takes_tensor, depth = isinstance(given, Tensor), 0
+    while isinstance(given, list | tuple) and given:
+        given, depth = given[0], depth + 1
+    takes = [each.kind for each in signature(forward).parameters.values()]
+    is_alone = is_by_position and takes == [Parameter.POSITIONAL_OR_KEYWORD]
+    return Called(
+        at, name, depth, results, None if found is None else shape, takes_tensor, is_alone
+    )
+
+
+def _inputs(call: Call, forward: Callable[..., Any]) -> Iterator[tuple[int, str, Any]]:
+    """Yield the position, name and value of each input, those given by position first."""
+    by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature(forward).parameters.values()
+    names = [each.name for each in parameters if each.kind in by_position]
     args, kwargs = call.inputs
-    inputs = (*args, *kwargs.values())
-    at = next((at for at, given in enumerate(inputs) if shape and _shape(given) == shape), None)
-    is_tensor = isinstance(inputs[at or 0], Tensor)
-    return Called(at or 0, results, None if at is None else shape, is_tensor)
+    for at, value in enumerate(args):
+        yield at, names[at] if at < len(names) else f"_{at}", value
+    for name, value in kwargs.items():
+        yield names.index(name) if name in names else max(len(names), len(args)), name, value
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -190,7 +216,7 @@ def instead(
         if given_sizes is None or len(given_sizes) != len(wanted):
             continue
         for windows in windows_to(ending.end, given, before):
-            sizes = sizes_after(given_sizes, windows)
+            sizes = sizes_after(tuple(given_sizes), windows)
             dim, channels = _dim_and_channels(sizes, wanted, stream)
             if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
                 return {**_zeros(dim, channels), "windows": windows}
@@ -383,11 +409,15 @@ def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
 
 
 def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
-    """Set all attributes of a ``SkippedModule``: the module may use the same names itself."""
+    """Return the layer that gives this: torch's own where it gives its one input back.
+
+    All attributes of a ``SkippedModule`` are set: the module may use the same names itself.
+    """
+    if gives["gives"] == "input" and call.is_alone and not call.results:
+        return Layer(kind=nn.Identity.__name__)
     same = {"windows": (), "dim": 0, "channels": 0}
-    return Layer(
-        {**same, **gives, "at": call.at, "results": call.results}, kind=SkippedModule.__name__
-    )
+    taken = {"at": call.at, "name": call.name, "depth": call.depth, "results": call.results}
+    return Layer({**same, **gives, **taken}, kind=SkippedModule.__name__)
 
 
 def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:

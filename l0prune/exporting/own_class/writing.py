@@ -31,7 +31,7 @@ from l0prune.exporting.own_class.skipped_modules import numbers_of, renumbered
 from l0prune.files import cut_layers, given_sizes
 from l0prune.files.atomic import PathLike, replaced_folder
 from l0prune.files.beside_weights import bring_along
-from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.cut_layers import LAYERS, SKIPPED
 from l0prune.files.manifest import GENERATION, Manifest, Origin, built
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS, as_text, put_on
 from l0prune.files.tensor_file import SAVE, each_once, write_tensors
@@ -189,7 +189,7 @@ def _lists(module: nn.Module) -> Iterator[tuple[str, int, list[int]]]:
             left = [
                 number
                 for number, layer in enumerate(layers)
-                if not (isinstance(layer, SkippedModule) and layer.gives == "input")
+                if not (isinstance(layer, SKIPPED) and getattr(layer, "gives", "input") == "input")
             ]
             if 0 < len(left) < len(layers):
                 yield path, len(layers), left
@@ -260,5 +260,5 @@ def _attributes(fresh: nn.Module, manifest: Manifest) -> Changes:
         path: {name: value for name, value in of.items() if (path, name) not in numbers}
         for path, of in manifest.attributes.items()
     }
-    passed = [path for path, kind in manifest.layers.items() if kind == SkippedModule.__name__]
+    passed = [path for path, kind in manifest.layers.items() if LAYERS[kind] in SKIPPED]
     return joined({path: of for path, of in others.items() if of}, renumbered(fresh, passed))

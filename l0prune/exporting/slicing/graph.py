@@ -16,6 +16,7 @@ from torch.fx.graph import CodeGen
 
 from l0prune.capture.compat import PRESERVED, pytree, size_expression
 from l0prune.capture.sizes import ANY, Batches, Inputs
+from l0prune.errors import warn
 from l0prune.exporting.certify.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.infer.build import Analysis
@@ -37,6 +38,10 @@ class DenseGraph(GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the graph as fx does, with the structure of inputs and outputs and its meta."""
+        warn(
+            "this pickle holds a captured graph, and loads only where l0prune is installed: "
+            'save("model.pt2") of the export writes a file that torch alone loads.'
+        )
         flat = Graph()
         flat.output(flat.graph_copy(self.graph, {}))
         kept = (PRESERVED, *(key for key in self.meta if str(key).startswith("l0prune_")))

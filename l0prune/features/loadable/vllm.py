@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.configurations import class_of_transformers
+from l0prune.capture.configurations import class_of_transformers, configuration_of
 from l0prune.errors import CertificateError, UsageError, in_a_line
 from l0prune.exporting.own_class.origin import Trials, fault_of
 from l0prune.exporting.own_class.writing import CONFIG
@@ -72,7 +72,7 @@ def write_for_vllm(folder: PathLike, module: nn.Module, trials: Trials) -> str:
         tensors, config = _content(module)
     except (KeyError, ValueError) as error:
         raise UsageError(_refusal(in_a_line(error).strip("'"))) from error
-    absent = tuple(_absent(config))
+    absent = tuple(_absent(config, configuration_of(module)["num_hidden_layers"]))
     fault = fault_of(
         _served(config, tensors), module, trials, lambda n: "" if n.startswith(absent) else n
     )
@@ -163,8 +163,9 @@ def _blocks(state: Mapping[str, Tensor], head_dim: int) -> Iterator[dict[str, di
         yield {"attention": attention, "ffn": mlp}
 
 
-def _absent(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name prefixes of absent parts."""
+def _absent(config: Mapping[str, Any], layers: int) -> Iterator[str]:
+    """Yield the name prefixes of absent parts; the module has so many ``layers``."""
+    yield from (f"model.layers.{number}." for number in range(len(config["block_configs"]), layers))
     for number, block in enumerate(config["block_configs"]):
         for part, inside in (("attention", _ATTENTION), ("ffn", _MLP)):
             if block[part]["no_op"]:

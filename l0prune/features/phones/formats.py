@@ -70,14 +70,20 @@ class LiteRt:
 
     def loaded(self, content: bytes, threads: int) -> Run:
         """See ``Format``."""
-        interpreter = import_module("ai_edge_litert.interpreter").Interpreter
-        runner = interpreter(model_content=content, num_threads=threads).get_signature_runner()
-        names = sorted(runner.get_output_details(), key=lambda name: int(name.rsplit("_", 1)[1]))
+        kind = import_module("ai_edge_litert.interpreter").Interpreter
+        interpreter = kind(model_content=content, num_threads=threads)
+        runner = interpreter.get_signature_runner()
+        # Names of outputs are sorted, those of a mapping are its keys.
+        places = [each["index"] for each in interpreter.get_output_details()]
+        taken, details = runner.get_input_details(), runner.get_output_details()
+        names = sorted(details, key=lambda name: places.index(details[name]["index"]))
 
         def run(inputs: Inputs) -> list[Tensor]:
             args, kwargs = inputs
             named = {f"args_{number}": value for number, value in enumerate(args)} | kwargs
-            found = runner(**{name: value.numpy() for name, value in named.items()})
+            # Whole numbers of 64 bits become such of 32.
+            arrays = {n: value.numpy().astype(taken[n]["dtype"]) for n, value in named.items()}
+            found = runner(**arrays)
             return [torch.from_numpy(np.asarray(found[name])) for name in names]
 
         return run

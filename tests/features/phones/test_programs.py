@@ -40,6 +40,33 @@ def test_a_program_computes_what_the_module_does(ending, tmp_path):
         assert torch.allclose(found, small.module(x), atol=1e-5)
 
 
+class Named(nn.Module):
+    """Gives a mapping, whose keys are in no order."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        return {"logits": y, "hidden": (y + 1, y + 2), "all": y + 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", INSTALLED)
+def test_outputs_with_names_come_in_the_order_of_the_module(ending, tmp_path):
+    kind, path = FORMATS[ending], tmp_path / f"model{ending}"
+    model = l0prune.gate(Named().eval(), torch.randn(2, 4))
+    l0prune.gates(model).set_open("up", [0, 3, 4])
+    small = l0prune.export(model, verify="float32")
+    small.save(path)
+    x = torch.randn(1, 4)
+    found = kind.loaded(path.read_bytes(), 1)(((x,), {}))
+    y = small.module(x)["logits"]
+    for number, each in enumerate(found):
+        torch.testing.assert_close(each, y + number, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", INSTALLED)
 def test_networks_are_timed_in_it(ending):
