@@ -47,6 +47,7 @@ params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 1024, 1, True
 params.fit_params = False
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 params.cache_type_k = params.cache_type_v = x.ggml_type.GGML_TYPE_F32
+params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 server = x.Server(params)
 
 def asked(**more):
