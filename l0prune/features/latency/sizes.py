@@ -246,20 +246,26 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
     taken = {(1,) * count}
     drawn = []
     for axis in plan.axes:
-        draws = (tuple(_fewer(axis, generator) for _ in range(count)) for _ in range(_TRIES))
-        first = next(draws)
-        some = next(
-            (some for some in chain([first], draws) if _direction(some) not in taken), first
-        )
+        most = axis.size + (_FEW >= axis.size > 2)
+        first = tuple(_fewer(axis, generator) for _ in range(count))
+        draws = (tuple(_fewer(axis, generator, most) for _ in range(count)) for _ in range(_TRIES))
+        cuts = (some for some in draws if {*some} != {axis.size})
+        some = next((some for some in chain([first], cuts) if _direction(some) not in taken), first)
         taken.add(_direction(some))
         drawn.append(some)
     return [list(widths) for widths in zip(*drawn, strict=True)]
 
 
-def _fewer(axis: Axis, generator: torch.Generator) -> int:
-    """Draw a number of slots, fewer than all if there are several."""
-    low = max(1, axis.size // 4)
-    return int(torch.randint(low, max(low + 1, axis.size), (), generator=generator))
+def _fewer(axis: Axis, generator: torch.Generator, most: int | None = None) -> int:
+    """Draw a number of slots below ``most``, by default below all, and one slot only of two.
+
+    Exporters leave out what changes nothing at a size of 1, such as a Reshape into one head.
+    """
+    low = max(1, min(2, axis.size - 1), axis.size // 4)
+    return int(torch.randint(low, max(low + 1, most or axis.size), (), generator=generator))
+
+
+_FEW = 8  # slots of an axis, of which some networks have all, since it has few widths
 
 
 def sampled_widths(
