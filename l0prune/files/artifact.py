@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -403,7 +404,9 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | No
         inner = _INNER * sum(each.has_hooks for each in _around(plain))
         plain = _without_hooks(plain)
         buffer = io.BytesIO()
-        torch.save(plain, buffer)
+        with warnings.catch_warnings():  # l0prune reads it
+            warnings.filterwarnings("ignore", "l0prune: this pickle holds layers")
+            torch.save(plain, buffer)
     except Exception as error:  # the user's classes run here, and may raise anything
         if can_be_built:
             return None
