@@ -42,6 +42,7 @@ from l0prune.features.latency.sizes import (
     all_slots,
     are_distinguishing,
     distinguishing_widths,
+    kept_whole,
     sampled_widths,
     slots_of,
     unmistakable_widths,
@@ -252,18 +253,23 @@ class NetworkFiles:
     def write(self, name: str, kept: Tensor) -> Path:
         """Write the file of the network that keeps these slots, bool and flat.
 
-        A network without some branch has other nodes, and is exported instead.
+        A network without some branch, or with one slot of two, has other nodes, and is exported
+        instead.
         """
         path = self.folder / name
         if name in self._written and torch.equal(self._written[name], kept):
             return path
-        if gone(self._plan, kept):
+        if gone(self._plan, kept) or self._lacks_nodes(kept):
             made = self._exporter.network_of(kept).model
         else:
             made = self._resizer.model(_counting(self._plan, kept))
         path.write_bytes(made.SerializeToString())
         self._written[name] = kept.clone()
         return path
+
+    def _lacks_nodes(self, kept: Tensor) -> bool:
+        axes = self._plan.axes
+        return any(not kept[axes[number].slice].all() for number in kept_whole(self._plan))
 
 
 def _comparisons(exporter: Exporter, plan: Plan) -> Iterator[list[Network]]:

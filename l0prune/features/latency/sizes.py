@@ -189,9 +189,9 @@ Widths = list[int]
 def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
     """Return widths of ``least`` networks or more that tell all dims apart, with the dense one.
 
-    They are random, from a quarter of each axis to all of it. An axis of a few heads has few
-    widths: then networks are added, up to ``_MOST``, until no two dims are equally wide, or in one
-    proportion, in all of them.
+    They are random, from a quarter of each axis to all of it; ``kept_whole`` names the axes that
+    are not cut. An axis of a few heads has few widths: then networks are added, up to ``_MOST``,
+    until no two dims are equally wide, or in one proportion, in all of them.
     """
     whole = [axis.size for axis in plan.axes]
     wanted = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
@@ -205,13 +205,13 @@ def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]
 def are_distinguishing(plan: Plan, networks: Sequence[Widths]) -> bool:
     """Return whether no two dims that follow the widths are equally wide in all these networks.
 
-    None is then the same in all of them, either. Axes of two slots are so without the dense
-    network: they have one width less than all.
+    None is then the same in all of them, either, but for those of axes that are kept whole.
     """
-    whole = [axis.size for axis in plan.axes]
-    found = _finder(plan, networks).known
-    is_fixed = any(len({*numbers}) == 1 and numbers[0] > 1 for numbers in found)
-    return not is_fixed and len(found) >= len(_finder(plan, [whole, *networks]).known)
+    dense = [axis.size for axis in plan.axes]
+    finder, whole = _finder(plan, networks), kept_whole(plan)
+    follow = (finder.numbers(dim) for dim in _layouts(plan) if not axes_of(dim) <= whole)
+    is_fixed = any(len({*numbers}) == 1 and numbers[0] > 1 for numbers in follow)
+    return not is_fixed and len(finder.known) >= len(_finder(plan, [dense, *networks]).known)
 
 
 def unmistakable_widths(plan: Plan, constants: Collection[int]) -> Widths | None:
@@ -219,19 +219,22 @@ def unmistakable_widths(plan: Plan, constants: Collection[int]) -> Widths | None
 
     No dim that follows the widths then has the size of another one, nor one of these constants.
     """
-    whole = [axis.size for axis in plan.axes]
-    wanted, _ = _finder(plan, [whole, *_drawn(plan, _MOST, 0)]).distinct_counts
+    dense, whole = [axis.size for axis in plan.axes], kept_whole(plan)
+    wanted, _ = _finder(plan, [dense, *_drawn(plan, _MOST, 0)]).distinct_counts
     known = {*range(SMALL + 1), *constants}
     for seed in range(_DRAWS):
         generator = torch.Generator().manual_seed(seed)
         taken, widths = set(known), list[int]()
-        for axis in plan.axes:
-            draws = [_fewer(axis, generator) for _ in range(_TRIES)]
+        for number, axis in enumerate(plan.axes):
+            draws = [axis.size]
+            if number not in whole:
+                draws = [_fewer(axis, generator) for _ in range(_TRIES)]
             widths.append(next((width for width in draws if width not in taken), draws[0]))
             taken.add(widths[-1])
-        found = _finder(plan, [whole, widths]).known
-        cut = [size for dense, size in found if size != dense]
-        if len(found) >= wanted and len({*cut}) == len(cut) and known.isdisjoint(cut):
+        found = _finder(plan, [dense, widths]).known
+        cut = [size for before, size in found if size != before]
+        same = known.union(size for before, size in found if size == before)
+        if len(found) >= wanted and len({*cut}) == len(cut) and same.isdisjoint(cut):
             return widths
     return None
 
@@ -245,8 +248,12 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
     generator = torch.Generator().manual_seed(seed)
     taken = {(1,) * count}
     drawn = []
-    for axis in plan.axes:
-        most = axis.size + (_FEW >= axis.size > 2)
+    whole = kept_whole(plan)
+    for number, axis in enumerate(plan.axes):
+        if number in whole:
+            drawn.append((axis.size,) * count)
+            continue
+        most = axis.size + (axis.size <= _FEW)
         first = tuple(_fewer(axis, generator) for _ in range(count))
         draws = (tuple(_fewer(axis, generator, most) for _ in range(count)) for _ in range(_TRIES))
         cuts = (some for some in draws if {*some} != {axis.size})
@@ -257,15 +264,21 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
 
 
 def _fewer(axis: Axis, generator: torch.Generator, most: int | None = None) -> int:
-    """Draw a number of slots below ``most``, by default below all, and one slot only of two.
-
-    Exporters leave out what changes nothing at a size of 1, such as a Reshape into one head.
-    """
-    low = max(1, min(2, axis.size - 1), axis.size // 4)
+    """Draw a number of slots from two to less than ``most``, by default less than all."""
+    low = max(2, axis.size // 4)
     return int(torch.randint(low, max(low + 1, most or axis.size), (), generator=generator))
 
 
 _FEW = 8  # slots of an axis, of which some networks have all, since it has few widths
+
+
+def kept_whole(plan: Plan) -> frozenset[int]:
+    """Return the numbers of the axes that are not cut in networks that are compared or timed.
+
+    They have two slots or one. Exporters leave out what changes nothing at a size of 1, such as a
+    Reshape into one head, so that a file with one slot has other nodes.
+    """
+    return frozenset(number for number, axis in enumerate(plan.axes) if axis.size <= 2)
 
 
 def sampled_widths(
@@ -273,24 +286,26 @@ def sampled_widths(
 ) -> Iterator[Widths]:
     """Yield the widths of the dense network, then random ones without end.
 
-    The share of axes whose widths are whole blocks cycles through ``aligned``. In every other
-    network half of the axes are not cut: a fast path may require whole blocks of several axes at
-    once, and most budgets leave many axes as they are.
+    Axes of two slots stay whole. The share of the others whose widths are whole blocks cycles
+    through ``aligned``. In every other network half of the axes are not cut: a fast path may
+    require whole blocks of several axes at once, and most budgets leave many axes as they are.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform() -> float:
         return float(torch.rand((), generator=generator))
 
+    stay = kept_whole(plan)
     yield [axis.size for axis in plan.axes]
     for share, whole in zip(cycle(aligned), cycle(_WHOLE), strict=False):
         widths = []
-        for axis in plan.axes:
+        for number, axis in enumerate(plan.axes):
             wanted = axis.size * (_NARROWEST + (1 - _NARROWEST) * uniform())
             largest = _STEPS[int(uniform() * len(_STEPS))] if uniform() < share else 1
             step = max([1, *(each for each in _STEPS if each <= largest and each < axis.size)])
             width = min(axis.size, max(1, step, round(wanted / step) * step))
-            widths.append(axis.size if whole and uniform() < whole else width)
+            is_whole = number in stay or (whole and uniform() < whole)
+            widths.append(axis.size if is_whole else width)
         yield widths
 
 

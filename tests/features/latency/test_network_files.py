@@ -41,6 +41,20 @@ def gated_attention():
     return l0prune.gate(Attention().eval(), (torch.randn(2, 6, 24),))
 
 
+class TwoHeads(nn.Module):
+    """An attention of which exporters leave out nodes where one head is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(12, 24)
+        self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+        self.out = nn.Linear(24, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.out(x + self.attention(x, x, x, need_weights=False)[0])
+
+
 def gated_inputs():
     """Single inputs of a Linear, cut beside the maps that they are of: a Gather picks them."""
     torch.manual_seed(0)
@@ -81,6 +95,22 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     dense = onnxruntime.InferenceSession(str(tmp_path / DENSE), providers=["CPUExecutionProvider"])
     (answer, *_) = dense.run(None, dict(np.load(tmp_path / INPUTS).items()))
     assert len(answer) == 3
+
+
+def test_a_network_with_one_head_of_two_is_exported(tmp_path):
+    """Its file is no template with other sizes, and computes what the module does."""
+    torch.manual_seed(0)
+    model = l0prune.gate(TwoHeads().eval(), (torch.randn(2, 6, 12),))
+    plan = l0prune.gates(model).plan
+    files = NetworkFiles(model, 3, tmp_path)
+    kept = plan.kept(slots_of(plan, [max(1, axis.size // 2) for axis in plan.axes]))
+    session = onnxruntime.InferenceSession(str(files.write("other.onnx", kept)))
+    inputs = dict(np.load(tmp_path / INPUTS).items())
+    l0prune.gates(model).set_open(kept)
+    small = l0prune.export(model).module
+    expected = small(*map(torch.from_numpy, inputs.values())).detach()
+    (answer,) = session.run(None, inputs)
+    assert answer == pytest.approx(expected.numpy(), abs=0.02)  # weights have a little noise
 
 
 def test_a_file_that_is_there_is_not_written_again(tmp_path):

@@ -99,19 +99,22 @@ def test_axes_are_told_apart_wherever_that_is_possible(sizes, count, seed):
     large = [key for key in keys if key[0] >= 12]
     assert len(set(large)) == len(large)
     assert all(1 <= width <= size for size, *widths in keys for width in widths)
-    assert all(min(widths) < size for size, *widths in keys if size > 1)
+    assert all(min(widths) < size for size, *widths in keys if size > 2)
+    assert all({*widths} == {size} for size, *widths in keys if size <= 2)
     assert torch.stack([slots_of(Plan(axes, (), {}, (), ()), w) for w in drawn]).any()
 
 
-def test_compared_networks_have_no_axis_of_one_slot_where_there_were_more_than_two():
+def test_compared_networks_have_no_axis_of_one_slot_where_there_were_more():
     """Exporters leave out what changes nothing at a size of 1: the files have other nodes then."""
     axes = tuple(
         Axis(f"a{n}", "head", s, at, 1)
-        for n, (s, at) in enumerate(((3, 0), (4, 3), (6, 7), (12, 13)))
+        for n, (s, at) in enumerate(((3, 0), (4, 3), (6, 7), (12, 13), (2, 25)))
     )
-    plan = Plan(axes, (), {"w": tuple(Slots(n, 0, axes[n].size) for n in range(4))}, (), ())
+    plan = Plan(axes, (), {"w": tuple(Slots(n, 0, axes[n].size) for n in range(5))}, (), ())
     drawn = [widths for seed in range(8) for widths in distinguishing_widths(plan, 2, seed)]
     assert min(map(min, drawn)) == 2
+    sampled = islice(sampled_widths(plan), 40)
+    assert {widths[-1] for widths in (*drawn, *sampled)} == {2}
 
 
 def test_samples_begin_with_the_dense_network_and_every_other_one_leaves_axes_whole():
