@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export.unflatten import InterpreterModule, UnflattenedModule
@@ -31,10 +33,12 @@ _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 
 @contextmanager
 def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restore torch's random generators after the context, also of the model's devices.
+    """Restore the random generators of torch, NumPy and Python after the context.
 
-    With a ``seed`` they are seeded within the context, else they continue from their state.
+    Those of torch include the ones of the model's devices. With a ``seed`` they are seeded within
+    the context; without one, as NumPy's and Python's always, they continue from their state.
     """
+    others = random.getstate(), np.random.get_state()
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=gpus):
@@ -43,7 +47,11 @@ def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
             for gpu in gpus:
                 with torch.cuda.device(gpu):
                     torch.cuda.manual_seed(seed)
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
 
 
 def check_module(model: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ from torch.ao.quantization import FakeQuantize, MinMaxObserver, QuantStub
 from torchao.quantization.pt2e import MinMaxObserver as Torchaos
 
 import l0prune
-from l0prune.capture.model_checks import warn_of_nan
+from l0prune.capture.model_checks import same_draws, warn_of_nan
 from l0prune.errors import L0pruneWarning, UsageError
 
 
@@ -78,3 +81,19 @@ def test_what_is_prepared_for_quantization_is_refused(made):
         l0prune.gate(prepared, x)
     stub = nn.Sequential(QuantStub(), *plain()).eval()  # does nothing before it is prepared
     assert l0prune.gates(l0prune.gate(stub, x)).plan.size == 12
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_random_numbers_of_every_generator_go_on_where_they_were(seed):
+    def draw():
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    expected = draw()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    with suppress(RuntimeError), same_draws(nn.Linear(2, 2), seed):
+        draw()
+        raise RuntimeError
+    assert draw() == expected

@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision are what they were after survey, gate and export."""
+"""Models of transformers, timm and torchvision are what they were after survey, gate, fit and export."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def check(model: nn.Module, example, *, exports=False) -> None:
     assert changes(before, state_of(model)) == []
     l0prune.gate(model, *example, survey=survey)
     if exports:
+        l0prune.fit(model, "params=0.9", l0prune.score(model, "magnitude"), progress=False)
         gated = state_of(model)
         l0prune.export(model)
         assert changes(gated, state_of(model)) == []

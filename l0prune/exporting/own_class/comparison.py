@@ -130,8 +130,8 @@ class SteadyDraws(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._fork.__exit__(*error)
         self._is_known = _state_of_others() == self._others
+        self._fork.__exit__(*error)
 
     def is_like(self, other: SteadyDraws) -> bool:
         """Return whether both contexts, once left, drew the same random numbers."""
