@@ -1,4 +1,4 @@
-"""Models of transformers, timm and torchvision are what they were after survey, gate, fit and export."""
+"""Models of other packages are what they were after survey, gate, fit and export."""
 
 from __future__ import annotations
 
