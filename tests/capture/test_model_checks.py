@@ -88,12 +88,13 @@ def test_random_numbers_of_every_generator_go_on_where_they_were(seed):
     def draw():
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
+    model = nn.Linear(2, 2)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     expected = draw()
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])
-    with suppress(RuntimeError), same_draws(nn.Linear(2, 2), seed):
+    with suppress(RuntimeError), same_draws(model, seed):
         draw()
         raise RuntimeError
     assert draw() == expected
