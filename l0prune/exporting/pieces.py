@@ -166,7 +166,7 @@ class Whole:
             in_a_row = answers_of(self.module, inputs, whose="module")
             piece = replace(piece, state=state, answers=in_a_row)
         else:
-            piece = replace(piece, lost=attributes_kept(self.module, piece.answers[0]))
+            piece = replace(piece, lost=attributes_kept(self.module, piece.answers))
         why_fixed = made.why_fixed or self.why_fixed
         return (replace(piece, free=free, why_fixed=why_fixed, original=self.original),)
 

@@ -21,6 +21,7 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 
 from l0prune.capture.compat import pytree
+from l0prune.capture.example_inputs import examples_in
 from l0prune.capture.provenance import within
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, output_of
@@ -130,15 +131,16 @@ def check_stateless(program: ExportedProgram, what: str, path: str) -> None:
         )
 
 
-def attributes_kept(module: nn.Module, answer: Answer) -> tuple[str, ...]:
+def attributes_kept(module: nn.Module, answers: Sequence[Answer]) -> tuple[str, ...]:
     """Return the attributes by which the module's second call differs from its first, if it does.
 
-    A program without state answers both alike.
+    It is called on the fewest examples. A program without state answers both calls alike.
     """
-    dtype = answer.dtypes[0]
+    dtype = answers[0].dtypes[0]
+    fewest = min((answer.inputs for answer in answers), key=examples_in)
     model = lent(module, dtype)
     before = [(path, each, dict(vars(each))) for path, each in model.named_modules()]
-    first, second = (comparable(output_of(model, answer.inputs, dtype)) for _ in range(2))
+    first, second = (comparable(output_of(model, fewest, dtype)) for _ in range(2))
     if not difference(first, second) > TOLERANCE[name_of(dtype)]:  # nan is no difference
         return ()
     changed = [
