@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -38,7 +39,8 @@ def relative_effect_of_dead_slots(
 ) -> tuple[Plan, float]:
     """Close half of the gates, those of branches among them, then change every stored value at a
     dead slot: by how much does the output change, relative to its scale? Zero but for rounding if
-    the plan, to which a switch is added on each branch, is right."""
+    the plan, to which a switch is added on each branch, is right. Closed gates alone may make a
+    nan, as a row of zeros over its norm does, which the trials of ``gate`` pin: it stays a nan."""
     model = copy.deepcopy(model).double().eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     analysis = analyse(capture(model, args))
@@ -65,9 +67,14 @@ def relative_effect_of_dead_slots(
                 noisy[name].index_add_(dim, index, noise.index_select(dim, index))
     other = functional_call(model, gated(plan, noisy, z), args, tie_weights=True)
     pairs = zip(_outputs(plain), _outputs(other), strict=True)
-    return analysis.plan, max(
-        float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs
-    )
+    return analysis.plan, max(_relative_difference(a, b) for a, b in pairs)
+
+
+def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not torch.equal(a.isnan(), b.isnan()):
+        return math.inf
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-3))
 
 
 def _outputs(result: torch.Tensor | tuple) -> list[torch.Tensor]:

@@ -126,6 +126,7 @@ class Memory:
         self._base: dict[Node, Node] = {}
         self._values: dict[Node, list[Node]] = defaultdict(list)  # by base
         self._writers: dict[Node, list[Node]] = defaultdict(list)
+        self._readers: dict[Node, frozenset[Node]] = {}
         self._first: dict[Hashable, Node] = {}  # by memory, the base of what lies there
         for node in graph.nodes:
             base = self._base[node] = self._found(node)
@@ -153,14 +154,15 @@ class Memory:
         """Return the writes into the memory of the node's value before ``reader``, in order."""
         return [w for w in self.writers(node) if self._order[w] < self._order[reader]]
 
-    def readers(self, node: Node) -> Iterator[Node]:
-        """Yield the node's users; for an in-place write also later readers of that memory."""
-        yield from node.users
-        target = written(node)
-        if target is not None:
-            for value in self._values[self._base[target]]:
-                later = (user for user in value.users if self._order[user] > self._order[node])
-                yield from later
+    def readers(self, node: Node) -> frozenset[Node]:
+        """Return the node's users; for an in-place write also later readers of that memory."""
+        if node not in self._readers:
+            found, target = set(node.users), written(node)
+            if target is not None:
+                users = (user for value in self._values[self._base[target]] for user in value.users)
+                found.update(user for user in users if self._order[user] > self._order[node])
+            self._readers[node] = frozenset(found)
+        return self._readers[node]
 
     def sources(self, node: Node) -> Iterator[Node]:
         """Yield the operands of a node, and the earlier writes into their memory."""
@@ -273,16 +275,16 @@ def region(
 
     ``read`` is empty for nodes that reach no output, such as assertions.
     """
-
-    def readers(node: Node) -> set[Node]:
-        return {user for user in memory.readers(node) if read[user]}
-
-    if end.op != "call_function" or readers(end) != set(joins):
+    joined = {user for user in memory.readers(end) if read[user]}
+    if end.op != "call_function" or joined != set(joins):
         return frozenset()
     found, pending = {end}, list(memory.sources(end))
     while pending:
         node = pending.pop()
-        if node in found or node.op != "call_function" or not readers(node) <= found:
+        if node in found or node.op != "call_function":
+            continue
+        readers = memory.readers(node)
+        if not readers <= found and any(read[user] for user in readers - found):
             continue
         found.add(node)
         pending += memory.sources(node)
