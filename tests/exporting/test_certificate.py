@@ -252,3 +252,22 @@ def test_rounding_is_measured_only_where_it_decides(steep, monkeypatch):
     assert check.rounding == answers[0].rounding
     with pytest.raises(TypeError):
         answers[0].measured()
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_a_module_that_is_wrong_at_one_batch_size_is_found(wrong):
+    """Float64 is compared at the first size alone, float32 at each."""
+
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1e-3 * (len(x) == wrong)
+
+    torch.manual_seed(0)
+    right = nn.Linear(3, 2)
+    answers = answers_of(right, [((torch.randn(size, 3),), {}) for size in (2, 3, 1)])
+    assert [len(answer.dtypes) for answer in answers] == [2, 1, 1]
+    small = Wrong(3, 2)
+    small.load_state_dict(right.state_dict())
+    checks = list(compare(answers, small))
+    assert {check.batch for check in checks if not check.passed} == {wrong}
+    assert sum(check.dtype == "float64" for check in checks) == 1
