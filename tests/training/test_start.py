@@ -275,7 +275,7 @@ def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch):
     nothing = "gates start alike, without scores: in eval mode the model gives no loss"
     with pytest.warns(L0pruneWarning, match=nothing):
         assert torch.equal(start_of(model, monkeypatch, batches, **settings), before)
-    pruner = Pruner(model, steps=6, budget="params=0.5")
+    pruner = Pruner(l0prune.gate(OwnLoss(), (cloud.inputs[:2],)), steps=6, budget="params=0.5")
     with pytest.warns(L0pruneWarning, match=nothing):
         assert pruner.start_from(batches, loss=settings["loss"]) == ""
 
