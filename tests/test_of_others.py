@@ -22,7 +22,7 @@ FILES = {
         FEATURE = Feature(
             __name__,
             names={"half_of": "halving"},
-            commands={"halve": "command", "fails": "nowhere"},
+            commands={"halve": "command", "fails": "nowhere", "gate": "command", "run": "command"},
             options={"Budget": ("share",), "Output": ("noted",), "Halves": ("twice",)},
             more={"export": "command"},
             scores={"first-half": "halving"},
@@ -78,6 +78,11 @@ FILES = {
         ):
             """Print a share of a number."""
             print(number * share * (share if twice else 1))
+
+        def gate():
+            """Replace a command of l0prune."""
+
+        run = gate
 
         def export(examples, *, noted: Annotated[str, typer.Option(help="A note.")] = "none"):
             """Print a note before anything is cut."""
@@ -174,6 +179,9 @@ def test_its_command_is_one_of_l0prune(installed):
     whole = said("--help")
     assert "halve " in whole.stdout
     assert "the command 'fails' of halves is left out: ModuleNotFoundError" in whole.stderr
+    for name, owner in (("gate", "l0prune"), ("run", "l0prune.features.recipes")):
+        assert f"{name!r} of halves is left out: {owner} has a command of that name" in whole.stderr
+    assert "Replace a command" not in said("gate", "--help").stdout
     assert "Halves:\n  --twice" in said("halve", "--help").stdout
     assert "Budget:\n  --share" in said("halve", "--help").stdout
     assert "A note. [none]" in said("export", "--help-all").stdout.partition("Output:\n")[2]

@@ -6,6 +6,7 @@ line of the user's code.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
@@ -36,6 +37,10 @@ from l0prune.errors import CaptureError, in_a_line
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(os.path.dirname(__file__))
+_USUAL = (
+    "Usual causes: a shape or dtype that the model does not take, or data of another kind. Give "
+    "inputs that it runs on (--input 2x3x224x224, --input 2x16:int64 for token ids, or --data)."
+)
 
 
 def explained(error: Exception, model: nn.Module) -> str:
@@ -68,11 +73,24 @@ def _failure(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         known = "" if own is None else f" It declares inputs of {_shapes(own)}."
         return (
             f"the model does not run on these inputs, {_shapes((args, kwargs))}: it fails"
-            f"{_at(error)} with {in_a_line(error).removesuffix('.')}.{known} Usual causes: a shape "
-            "or dtype that the model does not take, or data of another kind. Give inputs that it "
-            "runs on (--input 2x3x224x224, --input 2x16:int64 for token ids, or --data)."
+            f"{_at(error)} with {in_a_line(error).removesuffix('.')}.{known} "
+            + (_misplaced(model, args) or _USUAL)
         )
     return ""
+
+
+def _misplaced(model: nn.Module, args: tuple[Any, ...]) -> str:
+    """Return a hint if a positional input is a dict of arguments by name; else an empty text."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    given = args[-1] if args else None
+    if not isinstance(given, Mapping) or not given or not known.issuperset(given):
+        return ""
+    names = ", ".join(given)
+    return (
+        f"The last positional input is a dict of {names}, which forward() takes by name: give the "
+        "dict after the tuple, not in it: (model, (x,), {'name': value})."
+    )
 
 
 def _shapes(inputs: Any) -> str:

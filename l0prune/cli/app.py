@@ -54,12 +54,20 @@ app = typer.Typer(
 COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
     app.command(cls=GroupedCommand)(extended(command) if command in (gate, export) else command)
+taken = {command.__name__: "l0prune" for command in COMMANDS}
 for name, feature in behind("commands"):
+    if name in taken:
+        warn(
+            f"the command {name!r} of {feature.package} is left out: {taken[name]} has a command "
+            "of that name"
+        )
+        continue
     try:
         found = feature.load("commands", name)
     except Exception as error:  # of a package of someone else
         warn(f"the command {name!r} of {feature.name} is left out: {in_a_line(error)}")
         continue
+    taken[name] = feature.package
     if isinstance(found, typer.Typer):
         app.add_typer(found, name=name)
     else:

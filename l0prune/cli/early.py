@@ -6,13 +6,14 @@ What is wrong there is told at once. What only the model or the data can tell co
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from l0prune.cli.options import key_values
 from l0prune.cli.project import find_recipe
 from l0prune.errors import DataError, FileError
+from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import is_code
 from l0prune.plan import names
 from l0prune.plan.budget_text import UNITS, check_texts
@@ -37,6 +38,8 @@ def check(command: str, given: Mapping[str, Any]) -> None:
     for name, check_it in _CHECKS.items():
         if name in found:
             check_it(found[name])
+    if "recipe" in found:
+        _check_recipe(found["recipe"], found.get("overrides", ()))
     if command == "fit":
         _check_score(found["score"])
     settings = {name: found[name] for name in Settings.model_fields if name in found}
@@ -54,11 +57,17 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     if budget is not None and "measures" not in settings:
         check_texts([budget] if isinstance(budget, str) else budget, _units())
     check_fields(Settings, {k: v for k, v in settings.items() if k != "budget"})
+    _check_names(settings)
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
     for kind in ("loss", "metric"):
         if isinstance(name := settings.get(kind), str) and not is_code(name):
             names.check_criterion(name, kind)
     if "target" in settings:
         check_target(settings["target"])
+    if isinstance(penalty := settings.get("penalty"), str):
+        names.check_penalty(penalty)
     if "start" in settings:
         names.check_score(settings["start"], (*STARTS, *names.SCORES))
 
@@ -106,9 +115,23 @@ def _check_score(name: str) -> None:
         names.check_score(name, names.SCORES)
 
 
+def _check_recipe(name: str, overrides: Sequence[str]) -> None:
+    """Check the names in a recipe; what else it says is checked when it is read."""
+    content = read_toml(find_recipe(name))
+    replaced = {each.partition("=")[0] for each in overrides}
+
+    def given(section: str) -> dict[str, Any]:
+        found = content.get(section)
+        entries = found.items() if isinstance(found, dict) else ()
+        return {k: v for k, v in entries if isinstance(v, str) and f"{section}.{k}" not in replaced}
+
+    _check_names(given("data"))
+    _check_names(given("finetune"))
+    names.check_gate(given("gate").get("kind", names.GATES[-1]), names.GATES)
+
+
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _check_model,
     "model_option": _check_model,
     "data": _check_data,
-    "recipe": find_recipe,
 }

@@ -116,7 +116,7 @@ def fit(
     request |= {"latency": table, "kinds": kind or ()}
     check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
-    source = load_data(spec, root, model, words)
+    source = _labelled(model, load_data(spec, root, model, words, labelled=False), compensate)
     found: list[fitted.Fitted] = []
     with shown(console=err), fitted.watched(found.append):
         before = _tested(model, source, **of_data)
@@ -138,6 +138,16 @@ def fit(
     emit(result, json, f"{said}\n{_change(before, after)}" if after else said)
 
 
+def _labelled(model: Any, source: Any, compensates: bool) -> Any:
+    """Return the data; inputs alone with the model's own answers, unless they only compensate."""
+    from l0prune.gating.attaching import bypass  # loads torch
+
+    if source is None or hasattr(source, "train") or compensates:
+        return source
+    with bypass(model), stage("answering the inputs"):
+        return l0prune.with_pseudo_labels(source, model)
+
+
 def _scores(
     model: Any, how: str, source: Any, batches: int | None, seed: int, loss: str | None
 ) -> Any:
@@ -156,7 +166,7 @@ def _tested(model: Any, source: Any, loss: str | None, metric: str | None) -> di
     from l0prune.running.evaluate import evaluate_task
     from l0prune.running.task import Task, is_split
 
-    task = None if source is None else Task.of(source, loss, metric)
+    task = Task.of(source, loss, metric) if hasattr(source, "train") else None
     if task is None or task.test is None:
         return {}
     if is_split(task.test):

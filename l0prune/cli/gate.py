@@ -82,7 +82,8 @@ def survey(
     """
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
-    source = load_data(spec, chosen(data_root, "data_root"), module, chosen(tokenizer, "tokenizer"))
+    named = spec, chosen(data_root, "data_root"), module, chosen(tokenizer, "tokenizer")
+    source = load_data(*named, labelled=False)
     shapes = free_dims(dynamic, None if input else module)
     _, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
@@ -136,7 +137,7 @@ def gate(
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
     chosen_gate = _gate(kind, setting)
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
-    source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
+    source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"), labelled=False)
     text, example = example_inputs(input, source, module)
     for extra in extras:
         module = extra(module, example)

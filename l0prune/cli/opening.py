@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -87,10 +86,12 @@ def example_inputs(
 
     text = chosen(text, "input")
     if text is None and data is not None:
-        from l0prune.data.dataset import as_arguments
+        from l0prune.data.dataset import as_arguments, map_tensors
         from l0prune.running.batches import example_inputs
         from l0prune.running.task import Task
 
+        if not hasattr(data, "train"):  # inputs alone
+            return None, as_arguments(map_tensors(data, lambda tensor: tensor[:2]))
         return None, as_arguments(example_inputs(Task.of(data), 2))
     if text is None and source_file_of(model) is not None:
         own = model.example_input_array
@@ -286,40 +287,40 @@ def load_data(
     """
     if spec is None:
         return None
-    source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model)
+    source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model, model=model)
+    if tokenizer:
+        remember(f"transformers:{tokenizer}")
     if not hasattr(source, "train"):  # a tensor or a mapping of some
         if labelled:
             raise DataError(
-                f"{spec} returns inputs without labels. `l0prune shrink` takes these, and "
+                f"{spec} has inputs without labels. `l0prune shrink` takes these, and "
                 "`l0prune finetune --learn gates`; in Python l0prune.with_pseudo_labels(inputs, "
                 "model) makes the model's own answers the targets, and in a recipe answers = true"
             )
+        _say_of_texts(spec, source)
         return source
-    if tokenizer:
-        remember(f"transformers:{tokenizer}")
     parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
     classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
     images = [] if source.preprocessing is None else [str(source.preprocessing)]
     if known := [*parts, *classes, *images]:
         say(f"{spec}: {', '.join(known)}")
-    from l0prune.data.text import source_of  # loads torch
-
-    if text := source_of(spec):
-        _say_what_windows_are(model, text[1])
     return source
 
 
-def _say_what_windows_are(model: Any, length: int) -> None:
-    """Warn of texts that a model would read padded, unless it predicts tokens."""
-    heads = getattr(model, "get_output_embeddings", None)
-    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters if model else False
-    if takes_mask and heads is not None and heads() is None:
-        say(
-            f"the texts are joined and cut into windows of {length} tokens, without a mask, and a "
-            "file that is made from these takes no padded texts. For texts one by one, give "
-            "--data file.py:function with input_ids and attention_mask, and --dynamic "
-            "input_ids:1=length --dynamic attention_mask:1=length"
-        )
+def _say_of_texts(spec: str, inputs: Any) -> None:
+    """Print how many texts there are and how long, and how a file takes other lengths."""
+    from l0prune.data.text import source_of  # loads torch
+
+    if not source_of(spec):
+        return
+    number, length = inputs["input_ids"].shape
+    is_padded = "attention_mask" in inputs
+    free = " ".join(f"--dynamic {name}:1=length" for name in inputs)
+    say(
+        f"{spec}: {number:,} texts, one a line, "
+        + (f"padded to {length} tokens, with a mask" if is_padded else f"all of {length} tokens")
+        + f"; an ONNX file takes this length alone, or any with {free}"
+    )
 
 
 def _sized(source: Any) -> dict[str, Any]:
@@ -378,7 +379,7 @@ def with_step(
     measured = [table.command] if table is not None and table.command else []
     found = {**info, "commands": [*info.get("commands", ()), *measured, command(typed)]}
     if source is not None:
-        known = source.preprocessing
+        known = getattr(source, "preprocessing", None)
         found["preprocessing"] = None if known is None else known.model_dump()
     return found
 

@@ -1,7 +1,8 @@
-"""Text for language models: files, tokenized and cut into windows of equal length."""
+"""Text files: for language models cut into windows of equal length, else line by line."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -97,6 +98,57 @@ def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Te
     known = tokenizer_of(tokenizer)
     parts = [windows(_read(each), known, length) for each in files]
     return (parts[0], parts[1]) if len(parts) == 2 else _held_out(parts[0])
+
+
+def reads_whole_texts(model: Any) -> bool:
+    """Return whether a model reads texts with a mask and gives no scores of tokens.
+
+    Classifiers and encoders of transformers do; language models have output embeddings.
+    """
+    heads = getattr(model, "get_output_embeddings", None)
+    return heads is not None and heads() is None and "attention_mask" in _forward_names(model)
+
+
+def _forward_names(model: torch.nn.Module) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def load_lines(
+    paths: Sequence[Path], tokenizer: Any, length: int, model: torch.nn.Module
+) -> dict[str, Tensor]:
+    """Return the inputs of a model that reads whole texts, one for each line that is not empty.
+
+    Shorter texts are padded by the tokenizer, with its mask; texts of one length have no mask.
+
+    Args:
+        paths: see ``load_windows``; the training part is read.
+        tokenizer: see ``tokenizer_of``.
+        length: the most tokens of a text; fewer where the tokenizer or the model takes fewer.
+        model: which takes the inputs.
+
+    Raises:
+        DataError: there is no text.
+        UsageError: there is no tokenizer, or texts have to be padded and it has no padding token.
+    """
+    known: Any = tokenizer_of(tokenizer)
+    lines = [line for text in _read(_parts(paths)[0]) for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise DataError("the text is empty: there is no line in it")
+    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limits = (length, places, getattr(known, "model_max_length", None))
+    most = min(int(each) for each in limits if each)
+    found = known(lines, truncation=True, max_length=most)
+    if len({len(ids) for ids in found["input_ids"]}) == 1:
+        mask = {"attention_mask"}
+    elif getattr(known, "pad_token", None) is None:
+        raise UsageError(
+            "the texts have unequal lengths, and their tokenizer has no padding token: set its "
+            "pad_token, save it, and name its folder (tokenizer=…, --tokenizer …)"
+        )
+    else:
+        found, mask = known.pad(found), set()
+    taken = _forward_names(model) - mask
+    return {name: torch.tensor(ids) for name, ids in found.items() if name in taken}
 
 
 def _parts(paths: Sequence[Path]) -> list[list[Path]]:

@@ -113,8 +113,8 @@ def gate(
 
     Args:
         model: any module that torch.export can capture; inside torch.compile or DataParallel, too.
-        args: example positional inputs of its forward, a tuple (or a tensor); copies are kept.
-        kwargs: example keyword inputs.
+        args: example positional inputs of its forward, a tuple, or a tensor; copies are kept.
+        kwargs: example inputs by name, a dict: ``gate(model, (x,), {"mask": mask})``.
         dynamic_shapes: sizes that programs and files leave free beside the batch, as torch.export
             has them: ``{"input_ids": {1: "seq"}}``.
         include: axes and branches to gate (those of ``survey``): names or globs.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from l0prune.doors import no_such
+from l0prune.doors import behind, no_such
 from l0prune.errors import UsageError, meant
 
 SCORES = (
@@ -20,20 +20,33 @@ METRICS = (
     *(name for name in LOSSES if name != "auto"),
 )
 GATES = ("binary-concrete", "continuous-sparsification", "hard-concrete")
+PENALTIES = (
+    *("group-lasso", "group-lq", "q-shrinkage", "scad", "mcp", "firm", "trimmed-l1"),
+    *("l0-projection", "gsm"),
+)
 DATA = ("digits", "mnist", "fashion-mnist", "cifar10", "cifar100")
 PACKAGES = ("torchvision", "timm", "transformers")  # whose networks have a name
 
 
 def check_score(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no score of this name."""
+    known = {*known, *(added for added, _ in behind("scores"))}
     if name not in known:
         raise no_such("score", name, sorted(known))
 
 
 def check_gate(name: str, known: Collection[str]) -> None:
     """Raise UsageError if there is no kind of gate of this name."""
-    if name.replace("_", "-") not in known:
+    known = {*known, *(added for added, _ in behind("gates"))}
+    if name not in known and name.replace("_", "-") not in known:
         raise no_such("gate", name, sorted(known))
+
+
+def check_penalty(name: str) -> None:
+    """Raise UsageError if there is no penalty of this name, with or without ``group-``."""
+    known = (*PENALTIES, *(added for added, _ in behind("penalties")))
+    if name not in known and name.removeprefix("group-") not in known:
+        raise no_such("penalty", name, known)
 
 
 def check_criterion(name: str, kind: str) -> None:

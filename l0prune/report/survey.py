@@ -428,8 +428,8 @@ def survey(
     Args:
         model: any module that torch.export can capture, as a whole or in parts; it may live on
             the meta device. Of a compiled one, or one in DataParallel or DDP, it is that inside.
-        args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
-        kwargs: further example inputs by name.
+        args: example positional inputs of its forward, a tuple (or a single tensor).
+        kwargs: example inputs by name, a dict: ``survey(model, (x,), {"mask": mask})``.
         dynamic_shapes: sizes of the inputs that are to be free beside the batch, in torch.export's
             format (``{"x": {2: "height", 3: "width"}}``): which of them the model's code fixes, and
             does it fix the batch? ``{}`` asks for the batch alone.

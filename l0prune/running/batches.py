@@ -145,7 +145,7 @@ class Feed:
     Attributes:
         part: this process's part of every batch.
         batch_size: examples per batch over all processes, if the source lets it be chosen.
-        size: N, the number of training examples.
+        size: N, the number of training examples; None if neither the task nor its data says it.
         steps: training batches per epoch.
     """
 
@@ -159,7 +159,7 @@ class Feed:
         self._augment = augment
         self.size = task.size if task.size is not None else _examples(task.train)
         self.steps = task.steps if task.steps is not None else self._count()
-        if not self.steps or not self.size:
+        if not self.steps or self.size == 0:
             raise DataError("the training data is empty")
 
     def _count(self) -> int:
@@ -173,7 +173,8 @@ class Feed:
             drops = getattr(source, "drop_last", False)
             return self.size // own if drops else -(-self.size // own)
         raise DataError(
-            "the training data cannot say how many batches it has; give Task(…, steps=…)"
+            "the training data cannot say how many batches it has: give Task(…, steps=…), the "
+            "number of batches, or for a loader of batches Task(…, size=N), that of examples"
         )
 
     @property
@@ -185,6 +186,9 @@ class Feed:
         own = getattr(source, "batch_size", None)
         if isinstance(own, int):
             return own * (self.part[1] if _is_distributed(source) else 1)
+        if self.size is None:
+            first: Any = next(iter(source), None)
+            return 1 if first is None else batch_length(*self.task.pair(first))
         return max(1, round(self.size / self.steps))
 
     def train(self, epoch: int, device: torch.device) -> Iterator[Batch]:
@@ -286,7 +290,8 @@ def _is_distributed(source: Any) -> bool:
     return isinstance(getattr(source, "sampler", None), DistributedSampler)
 
 
-def _examples(source: Source) -> int:
+def _examples(source: Source) -> int | None:
+    """Return the number of examples of a source; None if it cannot say that."""
     if is_split(source):
         return len(source)
     found = _length(getattr(source, "dataset", None))
@@ -300,10 +305,7 @@ def _examples(source: Source) -> int:
             "batches, or learn from the model's own answers, which "
             "l0prune.with_pseudo_labels(inputs, model) makes before the model is gated"
         )
-    raise DataError(
-        "the training data cannot say how many examples it holds, which λ in N needs; "
-        "give Task(…, size=N)"
-    )
+    return None
 
 
 def _length(source: Any) -> int | None:

@@ -35,7 +35,7 @@ from l0prune.data.dataset import (
 )
 from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
-from l0prune.data.text import load_windows, source_of
+from l0prune.data.text import load_lines, load_windows, reads_whole_texts, source_of
 from l0prune.errors import DataError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
@@ -404,8 +404,13 @@ _NAMED: dict[str, Callable[[str, Path], Data]] = {
 _TOKENS = 4096  # tokens per batch of text: each has scores for a whole vocabulary
 
 
-def _text(name: str, paths: Sequence[Path], tokenizer: Any, length: int) -> Task:
-    """Return the task of predicting each next token in windows of text, which are the targets."""
+def _text(name: str, paths: Sequence[Path], length: int, tokenizer: Any, model: Any) -> Any:
+    """Return the task of predicting each next token in windows of text, which are the targets.
+
+    For a model that reads whole texts, the inputs alone.
+    """
+    if reads_whole_texts(model):
+        return load_lines(paths, tokenizer, length, model)
     size = max(1, _TOKENS // length)
     train, test = (
         Tensors(rows, rows, usual_batch_size=size)
@@ -415,7 +420,11 @@ def _text(name: str, paths: Sequence[Path], tokenizer: Any, length: int) -> Task
 
 
 def load_data(
-    spec: str, root: str | os.PathLike[str] | None = None, *, tokenizer: Any = None
+    spec: str,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: Any = None,
+    model: nn.Module | None = None,
 ) -> Any:
     """Load the data that ``spec`` names: a ``Data``, a ``Task``, or inputs alone.
 
@@ -424,7 +433,7 @@ def load_data(
             ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside, or else a folder
             for each class, of which every fifth image is for the test; inputs of 224×224 pixels,
             or as many as in ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
-            ``preprocessing``), a text for a language model (``FILE.txt``, ``text:PATH``, a folder
+            ``preprocessing``), a text (``FILE.txt``, ``text:PATH``, a folder
             of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``; see
             below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, a
             ``Task`` with its own loss, or, for what wants no labels, a tensor or mapping of inputs.
@@ -432,10 +441,14 @@ def load_data(
             torchvision downloads what is not there.
         tokenizer: of a text: a tokenizer of transformers, the folder or name of one, or the model
             that came from there.
+        model: that reads the text; by default the one that is given as ``tokenizer``. One that
+            gives no scores of tokens, such as a classifier, gets each line as a text of its own,
+            padded with a mask where lengths differ: inputs alone, without labels.
 
-    A text has two parts: ``train.txt,test.txt``, or two folders so; a folder with ``train`` and
-    ``test`` or ``val`` inside; else every eighth file of a folder is for the test, or the last
-    eighth of fewer files. The loss is ``"next-token"``, the metric ``"perplexity"``.
+    A text of a language model has two parts: ``train.txt,test.txt``, or two folders so; a folder
+    with ``train`` and ``test`` or ``val`` inside; else every eighth file of a folder is for the
+    test, or the last eighth of fewer files. The loss is ``"next-token"``, the metric
+    ``"perplexity"``.
 
     Raises:
         DataError: the data is missing, empty or damaged.
@@ -454,5 +467,7 @@ def load_data(
             return found
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
     if text := source_of(spec):
-        return _text(spec, text[0], tokenizer, text[1])
+        if model is None and isinstance(tokenizer, nn.Module):
+            model = tokenizer
+        return _text(spec, *text, tokenizer=tokenizer or model, model=model)
     raise no_data(spec)

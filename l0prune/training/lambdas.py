@@ -131,8 +131,9 @@ def _evaluate(node: ast.expr, text: str, n: int | None) -> float:
 def _n(text: str, n: int | None) -> float:
     if n is None:
         raise UsageError(
-            f"λ = {text!r} needs N, the number of training examples; give it as n=…, "
-            "or λ as a plain number"
+            f"λ = {text!r} needs N, the number of training examples, which is not known here: give "
+            "it (n=… here, or Task(…, size=N) where the data cannot say it), λ as a plain number, "
+            "or a budget"
         )
     if n < 1:
         raise UsageError(f"λ = {text!r} needs N ≥ 1, not {n}")

@@ -264,7 +264,10 @@ def penalty_of_gates(
             total = total + 0.5 * l2 * squares
         if prior is not None:
             if n is None or n < 1:
-                raise UsageError(f"prior needs n, the number of training examples, not {n}")
+                raise UsageError(
+                    f"prior needs n, the number of training examples, not {n}: give n=… here, or "
+                    "Task(…, size=N) where the data cannot say it"
+                )
             nats = prices.divergence.total(gates.log_alpha, gates.gate_now, prior)
             total = total + nats / n
     return total

@@ -193,7 +193,8 @@ class Pruner(GateRun):
 
         Returns:
             A description of the change; empty without one: by default without a budget, or where
-            gates have moved before.
+            gates have moved before. Where the default cannot compute scores on this data, a
+            warning says why.
 
         Raises:
             UsageError: the run has begun, a setting makes no sense, the weights are in shards, or

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError, UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.plan.switches import switches_of
@@ -34,7 +34,7 @@ from l0prune.selection.scores import (
     over_axis_mean,
 )
 from l0prune.training.budget import Budget
-from l0prune.training.settings import ALIKE, AUTO, Settings
+from l0prune.training.settings import ALIKE, AUTO, STARTS, Settings
 from l0prune.training.wrappers import agree_on_start
 
 # Shares of the steps in which gates learn: scoring on a batch costs about as much as a step.
@@ -104,7 +104,7 @@ def init_gates(
     """Initialise the gates of a model from the score in the settings, in place.
 
     One process computes the score for all. If none was named and none can be computed on this data,
-    the gates start alike, and the message says why.
+    the gates start alike, and a warning says why.
     """
     how = _wanted(model, settings.start, learning, budget)
     if how == ALIKE:
@@ -128,7 +128,8 @@ def init_gates(
         except (UsageError, DataError) as error:
             if how != AUTO:
                 raise
-            return Beginning(f"start: the gates start alike: {error}")
+            warn(f"the gates start alike, without scores: {error}")
+            return Beginning()
         scores = over_axis_mean(gates.plan, joined_scores(gates.plan, found))
         gates.init_from_scores(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
@@ -197,10 +198,19 @@ def stand(gates: Gates) -> None:
 
 
 def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:
-    """Return the name of the score, or ``ALIKE``."""
+    """Return the name of the score, or ``ALIKE``.
+
+    Raises:
+        UsageError: a score was named, and the gates do not learn.
+    """
     gates = gates_of(model)
     if not learning or not gates.log_alpha.requires_grad:
-        return ALIKE
+        if start in STARTS:
+            return ALIKE
+        raise UsageError(
+            f"start={start!r} moves gates before they learn, and in this run they do not learn "
+            "(learn=False, no step for them, or frozen gates): leave start out, or let them learn"
+        )
     if start != AUTO:
         return start
     learns_bits = gates.plan.slots < gates.plan.size  # no score ranks bits

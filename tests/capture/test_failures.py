@@ -121,3 +121,36 @@ def test_a_dataclass_as_output_is_taken_whole_once_it_is_registered():
     assert found.ratio == expected.ratio
     assert small.params < small.params_before
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-10, atol=1e-12)
+
+
+class Rated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x, rate=None, *, shift=0.0):
+        return self.outer((self.inner(x) * rate).relu() + shift)
+
+
+class Given(Rated):
+    def forward(self, x, numbers):
+        return super().forward(x, numbers["rate"])
+
+
+@pytest.mark.parametrize("look", [l0prune.survey, l0prune.gate])
+@pytest.mark.parametrize("wrong", [lambda x, names: (x, names), lambda _, names: names])
+def test_inputs_by_name_inside_of_the_tuple_are_told_where_they_go(look, wrong):
+    names = {"rate": torch.rand(3, 1), "shift": torch.ones(3, 1)}
+    with pytest.raises(CaptureError) as caught:
+        look(Rated(), wrong(X, names))
+    assert "a dict of rate, shift, which forward() takes by name" in str(caught.value)
+    assert "(model, (x,), {'name': value})" in str(caught.value)
+    assert "Usual causes" not in str(caught.value)
+    look(Rated(), (X,), names)
+
+
+def test_a_dict_that_a_forward_takes_as_one_input_stays_one():
+    plan = l0prune.survey(Given(), (X, {"rate": torch.rand(3, 1)})).plan
+    assert sorted(axis.size for axis in plan.axes) == [4, 8]
+    with pytest.raises(CaptureError, match="Usual causes"):
+        l0prune.survey(Given(), (X, {"size": torch.rand(3, 1)}))

@@ -5,6 +5,7 @@ from test_start_up import python
 
 from l0prune.cli.early import check
 from l0prune.errors import L0pruneError
+from l0prune.features.penalties.shrinkage import PENALTIES
 from l0prune.files.consent import SOURCES
 from l0prune.gating.kinds import base
 from l0prune.plan import names
@@ -30,6 +31,10 @@ WRONG = [
     ("finetune m.pt --set lr=-1", "lr must be a number from 0 to"),
     ("finetune m.pt --loss mes", "there is no loss 'mes'; did you mean 'mse'?"),
     ("finetune m.pt --start fischer", "there is no score 'fischer'"),
+    ("finetune m.pt --penalty mpc", "there is no penalty 'mpc'; did you mean 'mcp'?"),
+    ("finetune m.pt --set penalty=group-laso", "did you mean 'group-lasso'?"),
+    ("run r.toml", "there is no penalty 'group-laso'; did you mean 'group-lasso'?"),
+    ("run r.toml finetune.penalty=scad", "there is no gate 'hard'"),
     ("finetune m.pt --data none.py:load", "none.py does not exist."),
     ("fit m.pt --budget macs=0.5 --score best", "there is no score 'best'"),
     ("fit m.pt --budget macs=0.5 --target tensorrt", "target is one of onnxruntime"),
@@ -41,6 +46,8 @@ COMMANDS = """
 import pathlib, shlex, sys
 from l0prune.cli.app import main
 pathlib.Path("m.pt").touch()
+recipe = 'gate.kind = "hard"\\nfinetune.penalty = "group-laso"\\n[data]\\nsource = "digits"\\n'
+pathlib.Path("r.toml").write_text(recipe)
 for arguments in {arguments}:
     sys.argv = ["l0prune", *shlex.split(arguments)]
     try:
@@ -81,6 +88,9 @@ def test_these_are_the_names_that_are_registered():
     assert [*names.LOSSES] == [criteria.AUTO, *criteria._LOSSES]
     assert {*names.DATA} == {*sources._NAMED}
     assert {*names.PACKAGES} == {each for each in SOURCES if each.isidentifier()}
+    assert {*names.PENALTIES} == {*PENALTIES}
+    for name in (*names.PENALTIES, "group-scad"):
+        names.check_penalty(name)
     assert {name.replace("-", "_") for name in names.GATES} <= {*base.KINDS}
     for name, units in UNITS.items():
         assert kind_of(name).suffixes == units

@@ -58,6 +58,35 @@ def test_the_tokenizer_is_named_where_the_model_does_not_know_it(folder, tmp_pat
     assert found(*asked, "--tokenizer", folder / "llama")["perplexity"] > 5
 
 
+def test_a_classifier_takes_lines_of_unequal_length(done, refused, folder, tmp_path):
+    import onnxruntime
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 24, "max_position_embeddings": 8, "vocab_size": len(WORDS)}
+    model = BertForSequenceClassification(BertConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "bert")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama", pad_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    lines = [" ".join(WORDS[1 + n % 9] for n in range(k, 2 * k + 1)) for k in range(1, 12)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines), encoding="utf-8")
+    asked = (f"transformers:{tmp_path / 'bert'}", "--data", tmp_path / "lines.txt")
+    free = [f"--dynamic={name}:1=n" for name in ("input_ids", "attention_mask")]
+    _, said = done("gate", *asked, *free, "--no-branches", "--out", "b.pt")
+    assert "11 texts, one a line, padded to 8 tokens, with a mask" in said
+    assert "--learn gates" in refused(1, "finetune", "b.pt")
+    done("fit", "b.pt", "--budget", "macs=0.9", "--score", "outputs", "--out", "f.pt")
+    done("fit", "f.pt", "--compensate", "--out", "c.pt")
+    done("export", "c.pt", "--out", "f.onnx")
+    session = onnxruntime.InferenceSession("f.onnx")
+    texts = tokenizer(lines[:3], padding=True, return_tensors="np")
+    assert {each.name for each in session.get_inputs()} == {*texts}
+    padded = session.run(None, dict(texts))[0]
+    alone = session.run(None, dict(tokenizer(lines[:1], return_tensors="np")))[0]
+    torch.testing.assert_close(torch.tensor(padded[:1]), torch.tensor(alone))
+
+
 @pytest.mark.slow
 def test_shrink_writes_what_transformers_loads_alone(done, folder):
     from transformers import AutoModelForCausalLM

@@ -118,6 +118,67 @@ def test_a_tokenizer_is_found_where_a_model_came_from(tmp_path):
         )
 
 
+class Reads(nn.Module):
+    """As transformers' classifiers are: a mask among the inputs, and no output embeddings."""
+
+    def __init__(self, embeddings=None):
+        super().__init__()
+        self.embeddings = embeddings
+
+    def get_output_embeddings(self):
+        return self.embeddings
+
+    def forward(self, input_ids, attention_mask=None):
+        return input_ids
+
+
+def words(**options):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {"[PAD]": 0, "[UNK]": 1, "one": 2, "two": 3}
+    found = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=found, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "ids", "mask"),
+    [
+        ("one two\n\n two\none one two", "", [[2, 3, 0], [3, 0, 0], [2, 2, 3]], [2, 1, 3]),
+        ("one two\none one two", ":2", [[2, 3], [2, 2]], None),
+        ("one two\ntwo one\n", "", [[2, 3], [3, 2]], None),
+        ("one\n" + "two " * 9, "", [[2, 0, 0, 0, 0], [3] * 5], [1, 5]),
+    ],
+)
+def test_a_classifier_reads_each_line_padded_with_a_mask_where_lengths_differ(
+    tmp_path, text, spec, ids, mask
+):
+    text = written(tmp_path, a=text) / "a.txt"
+    tokenizer = words(pad_token="[PAD]", model_max_length=5)
+    found = l0prune.load_data(f"{text}{spec}", tokenizer=tokenizer, model=Reads())
+    expected = {"input_ids": ids}
+    if mask is not None:
+        expected["attention_mask"] = [
+            [int(n < count) for n in range(len(ids[0]))] for count in mask
+        ]
+    assert {name: tensor.tolist() for name, tensor in found.items()} == expected
+    predicts = l0prune.load_data(f"{text}:2", tokenizer=tokenizer, model=Reads(nn.Linear(1, 1)))
+    assert predicts.loss == "next-token"
+
+
+def test_lines_that_cannot_be_padded_or_are_not_there(tmp_path):
+    folder = written(tmp_path, a="one two\none", b="\n \n", c="one\ntwo")
+    for name, error, message in (
+        ("a", UsageError, "no padding token"),
+        ("b", DataError, "no line"),
+    ):
+        with pytest.raises(error, match=message):
+            l0prune.load_data(str(folder / f"{name}.txt"), tokenizer=words(), model=Reads())
+    found = l0prune.load_data(str(folder / "c.txt"), tokenizer=words(), model=Reads())
+    assert found["input_ids"].tolist() == [[2], [3]]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -100,6 +100,18 @@ def test_the_batches_of_a_stream_follow_from_the_number_of_its_examples(drops, s
     assert len(list(feed(source, size=100, steps=2).train(0, CPU))) == 2
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_number_of_batches_of_a_stream_is_enough(batched):
+    class Generated:
+        def __iter__(self):
+            return SPLIT.batches(20)
+
+    source = DataLoader(OfUnknownLength(), batch_size=20) if batched else Generated()
+    one = feed(source, steps=3)
+    assert (one.size, one.steps, one.length) == (None, 3, 20)
+    assert len(list(one.train(0, CPU))) == 3
+
+
 def test_a_stream_whose_loader_makes_no_batches_must_say_how_many_there_are():
     with pytest.raises(DataError, match="steps="):
         feed(DataLoader(OfUnknownLength(), batch_size=None), size=100)

@@ -418,3 +418,19 @@ def test_layers_that_are_wider_while_the_weights_settle_are_said(capsys):
     assert f"params {shares[0]:.1%} → {shares[1]:.1%}" in said
     l0prune.finetune(gated(), data(), lam=0.0, report=False, **settings)
     assert "open again" not in capsys.readouterr().err
+
+
+def test_a_stream_of_unknown_length_needs_its_size_for_lambda_and_not_for_a_budget():
+    class Stream:
+        def __iter__(self):
+            return order(0)
+
+    known, unknown = ({"train": data, "steps": 8} for data in (list(order(0)), Stream()))
+    settings = {"epochs": 2, "budget": "params=0.5", **QUIET}
+    runs = [finetune(gated(), Task(**task), **settings) for task in (known, unknown)]
+    assert runs[0].last["params"] == runs[1].last["params"]
+    assert runs[0].last["train_loss"] == runs[1].last["train_loss"]
+    for wrong in ({}, {"lam": "1/N"}, {"lam": 1e-4, "prior": 0.1}):
+        with pytest.raises(UsageError, match=r"Task\(…, size=N\)"):
+            finetune(gated(), Task(**unknown), epochs=1, **wrong, **QUIET)
+    finetune(gated(), Task(**unknown), epochs=1, lam=1e-4, **QUIET)

@@ -1,5 +1,7 @@
 """Gates start alike, or as far open as a one-shot score says that they matter."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from processes import in_processes
@@ -9,7 +11,7 @@ from torch.distributed import is_available
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.switches import switches_of
 from l0prune.running.batches import Feed
@@ -252,7 +254,7 @@ def test_gates_that_have_moved_start_where_they_are(monkeypatch):
     assert torch.equal(start_of(model, monkeypatch, budget="params=0.5"), before)
 
 
-def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch, capsys):
+def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch):
     class OwnLoss(nn.Module):
         def __init__(self):
             super().__init__()
@@ -270,8 +272,25 @@ def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch, capsys):
     model = l0prune.gate(OwnLoss(), (cloud.inputs[:2],))
     before = l0prune.gates(model).log_alpha.detach().clone()
     settings = {"budget": "params=0.5", "loss": lambda outputs, targets: outputs.get("loss")}
-    assert torch.equal(start_of(model, monkeypatch, batches, **settings), before)
-    assert "alike: in eval mode the model gives no loss" in capsys.readouterr().err
+    nothing = "gates start alike, without scores: in eval mode the model gives no loss"
+    with pytest.warns(L0pruneWarning, match=nothing):
+        assert torch.equal(start_of(model, monkeypatch, batches, **settings), before)
+    pruner = Pruner(l0prune.gate(OwnLoss(), (cloud.inputs[:2],)), steps=6, budget="params=0.5")
+    with pytest.warns(L0pruneWarning, match=nothing):
+        assert pruner.start_from(batches, loss=settings["loss"]) == ""
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_score_that_is_named_and_has_no_effect_is_refused(freeze):
+    model = gated()
+    l0prune.gates(model).log_alpha.requires_grad_(not freeze)
+    settings = {"learn": True, "budget": "params=0.5"} if freeze else {"learn": False}
+    for start, expected in (
+        ("fisher", pytest.raises(UsageError, match="start='fisher' moves")),
+        ("alike", nullcontext()),
+    ):
+        with expected:
+            l0prune.finetune(model, data(), start=start, epochs=1, progress=False, **settings)
 
 
 def test_an_unknown_score_leaves_the_model_as_it_was():

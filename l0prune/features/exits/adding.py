@@ -48,7 +48,7 @@ def add_exits(
     Args:
         model: not gated yet; it returns one tensor.
         args: example positional inputs of its forward, a tuple (or a single tensor).
-        kwargs: example keyword inputs.
+        kwargs: example inputs by name, a dict.
         at: how many exits: they go to ends of repeated blocks, of stages where these are enough,
             at equal steps of the MACs. Or paths of modules, or globs over them, at each of whose
             ends all that was computed before is in that one value.

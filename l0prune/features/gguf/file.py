@@ -48,7 +48,7 @@ def save_gguf(
             name ends with (``small.Q8_0.gguf``), else that of the weights. In Q8_0, matrices whose
             rows have no multiple of 32 numbers are in F16.
         tokenizer: folder of the tokenizer, by default the one that the model was loaded from. A
-            warning says why there is none in the file; it then runs on numbers of tokens alone.
+            warning says why there is none in the file, which llama-server then refuses.
 
     Returns:
         How to run it.
@@ -71,7 +71,10 @@ def save_gguf(
         with replacement(path) as temporary:
             _write(temporary, content, kind, known)
     if known is None:
-        warn(f"{path} has no tokenizer, so it runs on numbers of tokens alone: {why}")
+        warn(
+            f"{path} has no tokenizer: programs that call the library with numbers of tokens run "
+            f"it, and llama-server and llama-cli, which need texts, do not: {why}"
+        )
         return f"A program that calls `llama_decode` with numbers of tokens runs {path}."
     return f"`llama-cli -m {path}` runs it."
 

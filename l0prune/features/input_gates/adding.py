@@ -66,7 +66,7 @@ def add_input_gates(
     Args:
         model: not gated yet.
         args: example positional inputs of its forward, a tuple (or a single tensor).
-        kwargs: example keyword inputs.
+        kwargs: example inputs by name, a dict.
         at: paths of blocks, or globs over them.
         target: share of the network's MACs that its gates are to leave on average, of what is
             trained with; 0.7 where no price is given either.
