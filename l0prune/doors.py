@@ -68,6 +68,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "torch-cuda-bf16",
     ),
     "loadable": ("loadable", "write_for_vllm"),
+    "memory": ("memory",),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),
