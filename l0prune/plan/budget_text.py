@@ -18,6 +18,7 @@ UNITS: dict[str, Mapping[str, float]] = {
     "heads": {"": 1.0},
     "latency": {"ms": 1.0, "us": 1e-3, "µs": 1e-3, "s": 1e3},
     "bops": _COUNTED,
+    "active_params": _COUNTED,
     "memory": {
         "B": 1.0,
         **{f"{k}B": 1e3**n for n, k in enumerate("kMGT", 1)},

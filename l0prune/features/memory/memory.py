@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import ClassVar
 
@@ -14,11 +15,13 @@ from l0prune.features.memory.cache import cached
 from l0prune.features.memory.conditions import DTYPES, EXAMPLES, Conditions
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.infer.dataflow import folded
+from l0prune.plan.branch import KIND, in_switches
 from l0prune.plan.budget_text import UNITS
 from l0prune.plan.cost import Amounts, Axes, CostModel
 from l0prune.plan.layout import Layouts
 from l0prune.plan.measures import Measure, SumOfTerms, register
 from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.switches import switch
 
 CACHE, ACTIVATIONS = "the cache of keys and values", "the activations of one call"
 
@@ -59,8 +62,12 @@ class Memory(SumOfTerms):
         conditions = Conditions.of(at)
         itemsize = DTYPES.get(conditions.dtype)
         costs = [*_stored(model, plan, itemsize)]
-        for tensor, dims in cached(model, plan, conditions):
-            costs.append(_cost(CACHE, tensor, dims, itemsize))
+        numbers = {axis.name: n for n, axis in enumerate(plan.axes) if axis.kind == KIND}
+        for tensor, dims, needed in cached(model, plan, conditions):
+            whole = _cost(CACHE, tensor, dims, itemsize)
+            for switches, sign in in_switches(needed, numbers).items():
+                under = (*whole.dims, *map(switch, sorted(switches)))
+                costs.append(replace(whole, scale=sign * whole.scale, dims=under))
         return cls(plan, costs, conditions.batch)
 
     def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
@@ -134,7 +141,7 @@ def _stored(model: nn.Module, plan: Plan, itemsize: int | None) -> Iterator[Cost
 
 
 def _scaled(cost: Cost, size: int) -> Cost:
-    return Cost(cost.owner, Memory.name, cost.scale * size, cost.dims, cost.tensor, cost.needed)
+    return replace(cost, unit=Memory.name, scale=cost.scale * size)
 
 
 def _cost(owner: str, tensor: Tensor, dims: Layouts, itemsize: int | None) -> Cost:
