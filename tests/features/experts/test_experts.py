@@ -100,6 +100,7 @@ def test_parameters_that_are_stored_and_those_that_one_input_meets():
     assert result.params == sum(p.numel() for p in result.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_budget_in_parameters_that_one_input_uses():
     model = built("Mixtral")
     active = l0prune.shrink_experts(model, ids(), 4, score="load").active_before
