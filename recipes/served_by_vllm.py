@@ -4,8 +4,8 @@
     python served_by_vllm.py served --reference small   # a folder of save_vllm, and the other one
 
 vLLM needs a GPU here. The reference runs first, in PyTorch, on the CPU or the same GPU, and is
-freed before vLLM starts. Of each token of a few texts, vLLM gives the log probabilities of the token
-and of the likeliest ones at its place; the differences are printed in one line. In 16 bits they are
+freed before vLLM starts. Of each token of a few texts vLLM gives the log probability, and those
+of the likeliest tokens at its place; the differences are printed in one line. In 16 bits they are
 about 0.05, in float32 about 0.001.
 """
 

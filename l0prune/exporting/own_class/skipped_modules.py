@@ -437,8 +437,8 @@ def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
     if gives["gives"] == "input" and call.is_alone and not call.results:
         return Layer(kind=nn.Identity.__name__)
     same = {"windows": (), "dim": 0, "channels": 0}
-    taken: dict[str, Any] = {"at": call.at, "name": call.name, "depth": call.depth, "results": call.results}
-    taken["passed"] = call.passed
+    taken = {"at": call.at, "name": call.name, "depth": call.depth}
+    taken |= {"results": call.results, "passed": call.passed}
     return Layer({**same, **gives, **taken}, kind=SkippedModule.__name__)
 
 

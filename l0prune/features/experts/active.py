@@ -1,4 +1,4 @@
-"""Parameters that one input uses, as a measure: of each mixture, those of the experts it chooses."""
+"""Parameters that one input uses, as a measure: of a mixture those of the experts it chooses."""
 
 from __future__ import annotations
 

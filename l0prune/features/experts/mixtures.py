@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +113,7 @@ def tensors_of_experts(
     model: nn.Module, mixture: Mixture
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters of all experts of a mixture, and those of its router, by name."""
-    rows = {name: tensor for name, tensor in model.named_parameters() if name in mixture.rows}
+    rows: dict[str, Tensor] = {n: t for n, t in model.named_parameters() if n in mixture.rows}
     owner, beside = mixture.router.name.rpartition(".")[0], mixture.router.beside
     router = {n: t for n, t in rows.items() if n.rpartition(".")[0] == owner or n in beside}
     own = {name: tensor for name, tensor in rows.items() if name not in router}

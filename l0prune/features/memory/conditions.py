@@ -35,17 +35,17 @@ class Conditions:
             UsageError: it cannot be read.
         """
         found = cls()
-        for part in filter(None, text.split("/")):
-            sizes = _SIZES.fullmatch(part.strip())
-            if sizes is None and not part.strip().isalnum():
-                raise UsageError(f"cannot read '@{text}' in a budget in memory; write {EXAMPLES}")
-            if sizes is None and part.strip() not in DTYPES:
-                raise unknown(f"there is no dtype {part.strip()!r} to serve in", part.strip(), DTYPES)
-            if sizes is None:
-                found = cls(found.context, found.batch, part.strip())
-            else:
+        for part in filter(None, map(str.strip, text.split("/"))):
+            sizes = _SIZES.fullmatch(part)
+            if sizes is not None:
                 context = int(sizes["context"]) if sizes["context"] else found.context
                 found = cls(context, int(sizes["batch"] or found.batch), found.dtype)
+            elif part in DTYPES:
+                found = cls(found.context, found.batch, part)
+            elif part.isalnum():
+                raise unknown(f"there is no dtype {part!r} to serve in", part, DTYPES)
+            else:
+                raise UsageError(f"cannot read '@{text}' in a budget in memory; write {EXAMPLES}")
         if found.batch < 1 or found.context == 0:
             raise UsageError(f"'@{text}' in a budget in memory has a size of 0; write {EXAMPLES}")
         return found

@@ -54,7 +54,7 @@ class Memory(SumOfTerms):
     @classmethod
     def of(cls, plan: Plan) -> Measure:
         """Raise UsageError: a plan alone does not determine the bytes of each tensor."""
-        raise UsageError(f"{cls.name} is counted of a gated model, under a budget such as {EXAMPLES}")
+        raise UsageError(f"{cls.name} is counted of a gated model, for a budget such as {EXAMPLES}")
 
     @classmethod
     def of_model(cls, model: nn.Module, plan: Plan, at: str) -> Measure:

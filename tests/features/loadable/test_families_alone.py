@@ -1,4 +1,4 @@
-"""Families of transformers in a process that cannot import l0prune: load, generate, pipeline, PEFT."""
+"""Families of transformers in a process without l0prune: load, generate, pipeline, PEFT."""
 
 import subprocess
 import sys
