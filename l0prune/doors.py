@@ -31,7 +31,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "distillation": ("taught",),
     "example_guess": ("guess_example",),
     "exits": ("EarlyExits", "add_exits", "choose_exits", "exits"),
-    "experts": ("FewerExperts", "shrink_experts", "experts"),
+    "experts": ("FewerExperts", "shrink_experts", "experts", "active_params"),
     "gguf": (".gguf", "save_gguf"),
     "half": ("HalfFile", "dtype", "half_io"),
     "input_gates": (
@@ -68,6 +68,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "torch-cuda-bf16",
     ),
     "loadable": ("loadable", "write_for_vllm"),
+    "memory": ("memory",),
     "old_opsets": ("of_older_opset",),
     "onnx_in": (".onnx",),
     "openvino": ("openvino", "openvino-int8"),

@@ -4,6 +4,7 @@ The rules are those of vLLM's ``nemotron_nas.py`` and ``llama.py``, of which a t
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +115,23 @@ def is_served(module, config, weights, ids):
     with torch.no_grad():
         expected, found = module(input_ids=ids).logits, logits(config, weights, ids)
     return torch.allclose(expected, found, atol=1e-5)
+
+
+def read_alike(folder):
+    """The configuration and stacked weights of a folder that any Llama or Qwen2 has."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures in (["LlamaForCausalLM"], ["Qwen2ForCausalLM"])
+    group = config.num_attention_heads // config.num_key_value_heads
+    config.head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    config.attention_bias = config.model_type == "qwen2" or config.attention_bias
+    block = SimpleNamespace(
+        attention=SimpleNamespace(no_op=False, n_heads_in_group=group),
+        ffn=SimpleNamespace(no_op=False, intermediate_size=config.intermediate_size),
+    )
+    config.block_configs = [block] * config.num_hidden_layers
+    weights = loaded(load_file(folder / "model.safetensors"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert shapes == expected_shapes(config)
+    return config, weights

@@ -202,7 +202,7 @@ def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:
     if len(rows) < 2:
         raise DataError(
             f"the text fills only one window of {rows.shape[1]} tokens, so that none is left to "
-            "test on: give more text, shorter windows, or two files"
+            "test on: give more text, shorter windows (notes.txt:128), or two files"
         )
     count = -(-len(rows) // _HELD_OUT)
     return rows[:-count], rows[-count:]

@@ -6,7 +6,7 @@ Plain torch and safetensors: the code is copied beside the weights of a cut mode
 
 import json
 import keyword
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,7 +195,9 @@ class SkippedModule(OwnLayer):
         depth: number of lists around the tensor in that input.
         windows: of the convolutions and pools that changed the sizes of positions.
         dim, channels: a dim of the result and its size; dim 0 keeps the input's size.
-        results: length of the tuple it returned, of which the others are None now; 0 for no tuple.
+        results: length of the tuple it returned; 0 for no tuple.
+        passed: further results that are inputs, handed on: number of the result, position and name
+            of the input. All others are None now.
     """
 
     gives: str
@@ -206,11 +208,23 @@ class SkippedModule(OwnLayer):
     dim: int
     channels: int
     results: int
+    passed: tuple[tuple[int, int, str], ...] = ()
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return the input or the zeros that ``gives`` names. Shape: see the class."""
-        first = self._made_from(kwargs[self.name] if self.name in kwargs else args[self.at])
-        return (first,) + (None,) * (self.results - 1) if self.results else first
+
+        def given(at: int, name: str) -> Any:
+            return kwargs[name] if name in kwargs else args[at]
+
+        return self._results(given)
+
+    def _results(self, given: Callable[[int, str], Any]) -> Any:
+        """Return what the module returns, of inputs by position and name."""
+        first = self._made_from(given(self.at, self.name))
+        if not self.results:
+            return first
+        others = {number: given(at, name) for number, at, name in self.passed}
+        return (first, *(others.get(number) for number in range(1, self.results)))
 
     def _made_from(self, first: Any) -> Any:
         if self.gives == "input":
@@ -227,17 +241,19 @@ class SkippedModule(OwnLayer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ``nn.Module`` with the same content and a graph of torch.fx as forward."""
-        if not is_name(self.name):
-            raise ValueError(f"{self.name!r} is no name of an input")
+        inputs = {at: name for _, at, name in self.passed} | {self.at: self.name}
+        for name in inputs.values():
+            if not is_name(name):
+                raise ValueError(f"{name!r} is no name of an input")
         own = SkippedModule.__annotations__
         state = {name: value for name, value in vars(self).items() if name not in own}
         graph = fx.Graph()
-        names = [*(f"_{number}" for number in range(self.at)), self.name]
-        *_, first = [graph.placeholder(name, default_value=None) for name in names]
+        names = [inputs.get(number, f"_{number}") for number in range(max(inputs) + 1)]
+        taken = [fx.Proxy(graph.placeholder(name, default_value=None)) for name in names]
         graph.placeholder("*args")
         graph.placeholder("**kwargs")
-        made = self._made_from(fx.Proxy(first)).node
-        graph.output((made,) + (None,) * (self.results - 1) if self.results else made)
+        made = self._results(lambda at, _: taken[at])
+        graph.output(fx.node.map_aggregate(made, lambda a: getattr(a, "node", a)))
         return nn.Module, (), {**state, "forward": fx.GraphModule({}, graph)}
 
     def extra_repr(self) -> str:
@@ -248,6 +264,20 @@ class SkippedModule(OwnLayer):
 def is_name(value: object) -> bool:
     """Return whether the value is valid as ``name`` of a SkippedModule."""
     return isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
+
+
+def are_passed(value: object) -> bool:
+    """Return whether the value is valid as ``passed`` of a SkippedModule."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(each, list | tuple)
+        and len(each) == 3
+        and all(type(number) is int and 0 <= number < _MOST_INPUTS for number in each[:2])
+        and is_name(each[2])
+        for each in value
+    )
+
+
+_MOST_INPUTS = 64
 
 
 def are_windows(value: object) -> bool:

@@ -17,6 +17,7 @@ from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import read_text, sealed
 from l0prune.files.cut_layers import (
     LAYERS,
+    are_passed,
     are_windows,
     change,
     is_name,
@@ -56,6 +57,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     GIVEN: are_sizes_of_calls,
     PADDED: are_whole_sizes,
     "windows": are_windows,
+    "passed": are_passed,
     "inputs": lambda value: is_count(value, MOST) and value > 0,
     "dim": lambda value: type(value) is int and abs(value) <= _DIMS,
     "scale": lambda value: type(value) is float and is_number(abs(value)),

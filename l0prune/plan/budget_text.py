@@ -18,6 +18,12 @@ UNITS: dict[str, Mapping[str, float]] = {
     "heads": {"": 1.0},
     "latency": {"ms": 1.0, "us": 1e-3, "µs": 1e-3, "s": 1e3},
     "bops": _COUNTED,
+    "active_params": _COUNTED,
+    "memory": {
+        "B": 1.0,
+        **{f"{k}B": 1e3**n for n, k in enumerate("kMGT", 1)},
+        **{f"{k}iB": 1024.0**n for n, k in enumerate("KMGT", 1)},
+    },
 }
 SPEED = "speed"  # name of budgets in times as fast
 HELP = (
@@ -28,7 +34,10 @@ _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\
 
 
 class Written(NamedTuple):
-    """Parts of a limit's text: ``glob: measure=value suffix``; ``digits`` is the value's text."""
+    """Parts of a limit's text: ``glob: measure=value suffix @at``.
+
+    ``digits`` is the value's text; ``at`` are conditions, such as the context of ``memory``.
+    """
 
     text: str
     glob: str
@@ -36,6 +45,7 @@ class Written(NamedTuple):
     value: float
     suffix: str
     digits: str
+    at: str = ""
 
 
 def written(text: str) -> Iterator[Written]:
@@ -49,14 +59,15 @@ def written(text: str) -> Iterator[Written]:
         glob, colon, measure = head.rpartition(":")
         if not equals or (colon and not glob.strip()):
             raise UsageError(f"cannot read the budget {part.strip()!r}; {HELP}")
+        amount, _, at = amount.partition("@")
         number = _NUMBER.fullmatch(amount.strip())
         if number is None:
             raise UsageError(
                 f"cannot read {amount.strip()!r} in the budget {part.strip()!r}; {HELP}"
             )
-        named, digits = measure.strip(), number["value"]
-        suffix = number["suffix"]
-        yield Written(part.strip(), glob.strip() or "*", named, float(digits), suffix, digits)
+        digits, meant_by = number["value"], glob.strip() or "*"
+        parts = meant_by, measure.strip(), float(digits), number["suffix"], digits, at.strip()
+        yield Written(part.strip(), *parts)
 
 
 def check_measure(name: str, known: Collection[str]) -> None:

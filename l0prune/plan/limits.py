@@ -8,6 +8,7 @@
     layer3.*: params=0.3            axes named layer3.…: all that goes through them, to 30 %
     layer3.*: width=0.5             half of the slots of each of these axes
     heads=8                         eight heads in each attention; heads=1 is one, heads=100% all
+    memory=6GB@8x4096               six gigabytes, with a cache of 8 sequences of 4096 tokens
 
 A ``Bound`` is a limit on one network: the measure there, and the amount that is allowed.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor, nextafter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from l0prune.errors import UsageError, warn
 from l0prune.plan.budget_text import HELP, SPEED, Written, check_unit, written
@@ -44,6 +45,7 @@ class Limit:
             some of their slots can take away is counted, and only they are closed for it. ``"*"``
             is the whole network, with the part that no gate can remove.
         suffix: that of the measure's unit, where the amount is written with it.
+        at: conditions, of a measure that has some, such as the ``8x4096`` of ``memory=6GB@8x4096``.
         written: the text of a limit that is written in another way, such as ``speed=2``.
     """
 
@@ -51,10 +53,13 @@ class Limit:
     amount: float
     glob: str = "*"
     suffix: str = ""
+    at: str = ""
     written: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         kind = kind_of(self.measure)
+        if self.at and not kind.conditions:
+            raise UsageError(f"{self.measure} depends on no conditions: leave out '@{self.at}'")
         if not 0 < self.amount < float("inf"):
             raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {HELP}")
         if not self.suffix and 1 < self.amount < _FEWEST and not kind.each_axis:
@@ -68,7 +73,8 @@ class Limit:
             return self.written
         amount = f"{self.amount:g}" if self.is_share else f"{self.amount:.15g}"
         where = "" if self.glob == "*" else f"{self.glob}: "
-        return f"{where}{self.measure}={amount}{self.suffix}"
+        at = f"@{self.at}" if self.at else ""
+        return f"{where}{self.measure}={amount}{self.suffix}{at}"
 
     @property
     def is_share(self) -> bool:
@@ -159,12 +165,12 @@ def _limit_of(part: Written) -> Limit:
         return _absolute(part)
     if value == 1 and kind_of(name).each_axis:  # a share: 1 of this amount is one slot
         value = nextafter(1.0, 0.0)
-    return Limit(name, value, part.glob)
+    return Limit(name, value, part.glob, at=part.at)
 
 
 def _times_as_fast(part: Written) -> Limit:
     """Return the limit in milliseconds of a network that is ``value`` times as fast."""
-    if part.suffix not in ("", "x") or part.glob != "*":
+    if part.suffix not in ("", "x") or part.glob != "*" or part.at:
         raise UsageError(
             f"cannot read the budget {part.text!r}: {SPEED}=2 is twice as fast as the whole "
             "network that came in; a part of it has a budget such as 'layer3.*: latency=0.5'"
@@ -188,7 +194,8 @@ def _absolute(part: Written) -> Limit:
             f"the budget {part.text!r} is {amount:g} {part.measure}, fewer than a network has; "
             f"{HELP}"
         )
-    return Limit(part.measure, amount, part.glob, unit)
+    text = "" if part.suffix in ("", unit) or not unit else part.text
+    return Limit(part.measure, amount, part.glob, unit, part.at, written=text)
 
 
 _ROUNDING = 1e-9  # of a share of slots: 0.29 of 100 is 28.999…96
@@ -247,9 +254,12 @@ class Bound:
 
 
 def bounds(
-    plan: Plan, wanted: Sequence[Limit], sources: Sequence[Source] = ()
+    plan: Plan,
+    wanted: Sequence[Limit],
+    sources: Sequence[Source] = (),
+    model: nn.Module | None = None,
 ) -> tuple[Bound, ...]:
-    """Return the bounds that these limits set on a network with this plan.
+    """Return the bounds that these limits set on a network with this plan, of a gated ``model``.
 
     Where a glob over several axes asks for a width that one of them cannot have, the closest
     possible width is its bound, and a warning says why.
@@ -258,14 +268,14 @@ def bounds(
         UsageError: one of them makes no sense there, or its measure takes a source that is not
             among ``sources``; or an axis that is named cannot have the width that is asked for.
     """
-    names = dict.fromkeys(limit.measure for limit in wanted)
-    measures = {name: measure_of(plan, name, sources) for name in names}
-    found: dict[tuple[str, frozenset[int] | None], Bound] = {}
+    keys = dict.fromkeys((limit.measure, limit.at) for limit in wanted)
+    measures = {(name, at): measure_of(plan, name, sources, model, at) for name, at in keys}
+    found: dict[tuple[str, str, frozenset[int] | None], Bound] = {}
     for limit in wanted:
-        measure = measures[limit.measure]
+        measure = measures[limit.measure, limit.at]
         for each in _by_axis(limit, measure) if measure.each_axis else (limit,):
             bound = Bound(each, measure)
-            key = limit.measure, bound.through
+            key = limit.measure, limit.at, bound.through
             if key not in found or not measure.each_axis or bound.most < found[key].most:
                 found[key] = bound
     _set_within_reach(plan, [bound for bound in found.values() if bound.measure.each_axis], wanted)

@@ -37,6 +37,8 @@ class Measure(ABC):
             ``{"ms": 1.0, "us": 1e-3, "s": 1e3}``.
         each_axis: whether a limit is about each axis by itself, in whole slots of which one is
             always allowed, instead of about all of them together.
+        conditions: what a budget may say behind ``@``, for messages; empty for a measure that
+            depends on nothing but the network.
         plan: of the network.
     """
 
@@ -44,6 +46,7 @@ class Measure(ABC):
     label: ClassVar[str]
     suffixes: ClassVar[Mapping[str, float]]
     each_axis: ClassVar[bool] = False
+    conditions: ClassVar[str] = ""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -56,6 +59,15 @@ class Measure(ABC):
             UsageError: it takes more than a plan, or one that this is not.
         """
         return cls(plan)
+
+    @classmethod
+    def of_model(cls, model: nn.Module, plan: Plan, at: str) -> Measure:
+        """Return the measure of a gated model with this plan, under the conditions ``at``.
+
+        Raises:
+            UsageError: the conditions cannot be read, or are missing; or as for ``of``.
+        """
+        return cls.of(plan)
 
     @abstractmethod
     def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
@@ -246,10 +258,16 @@ def kind_of(name: str) -> type[Measure]:
     return MEASURES[name]
 
 
-def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure:
-    """Return the measure of this name for a network with this plan.
+def measure_of(
+    plan: Plan,
+    name: str,
+    sources: Iterable[Source] = (),
+    model: nn.Module | None = None,
+    at: str = "",
+) -> Measure:
+    """Return the measure of this name for a network with this plan, under the conditions ``at``.
 
-    ``sources`` make the measures that need more than a plan.
+    ``sources`` make the measures that need more than a plan, or the gated ``model``.
 
     Raises:
         UsageError: there is no such measure, or it takes a source that is not given.
@@ -257,7 +275,8 @@ def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure
     for source in sources:
         if source.name == name:
             return source.of(plan)
-    return kind_of(name).of(plan)
+    kind = kind_of(name)
+    return kind.of(plan) if model is None else kind.of_model(model, plan, at)
 
 
 _LARGE = ["", " k", " M", " G", " T"]

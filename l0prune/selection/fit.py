@@ -103,7 +103,7 @@ def fit(
     gates = gates_of(model)
     gates.make_whole()
     latency = table_if_needed(model, () if budget is None else limits(budget), latency, target)
-    wanted = bounds_of(gates.plan, budget, latency)
+    wanted = bounds_of(model, budget, latency)
     if compensate:
         options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
         options |= {"round_to": round_to, "target": target}
@@ -158,17 +158,20 @@ def check_request(
         UsageError: see ``fit``.
     """
     gates = gates_of(model)
-    wanted = bounds_of(gates.plan, budget, latency)
+    wanted = bounds_of(model, budget, latency)
     asked = kinds or (_scored(gates.plan) if scored else ())
     movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
     blocks_for(gates.plan, wanted, round_to, latency, movable, target)
     warn_of_little(gates.plan, wanted)
 
 
-def bounds_of(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tuple[Bound, ...]:
-    """Return the bounds of a budget, with the table of times that it needs, on a plan."""
+def bounds_of(
+    model: nn.Module, budget: LimitsLike | None, latency: Source | None
+) -> tuple[Bound, ...]:
+    """Return the bounds of a budget, with the table of times that it needs, on a gated model."""
     sources = () if latency is None else (latency,)
-    return bounds(plan, () if budget is None else limits(budget), sources)
+    wanted = () if budget is None else limits(budget)
+    return bounds(gates_of(model).plan, wanted, sources, model)
 
 
 def _scored(plan: Plan) -> list[str]:

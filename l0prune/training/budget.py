@@ -31,13 +31,13 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.plan.limits import LimitsLike, bounds, limits, warn_of_little
+from l0prune.plan.limits import LimitsLike, limits, warn_of_little
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_number, check_whole
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
 from l0prune.plan.targets import TARGET
-from l0prune.selection.fit import blocks_for, meet, table_if_needed, unmet
+from l0prune.selection.fit import blocks_for, bounds_of, meet, table_if_needed, unmet
 from l0prune.selection.fitting import Movable, Widths
 
 _EVERY = 10  # steps between two estimates of the gradients' ratio
@@ -111,7 +111,7 @@ class Budget:
         self._rate = RATE / steps if rate is None else rate
         plan = self._gates.plan
         latency = table_if_needed(model, self.limits, latency, target)
-        self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
+        self.bounds = bounds_of(model, self.limits, latency)
         self.blocks = blocks_for(plan, self.bounds, round_to, latency, target=target)
         warn_of_little(plan, self.bounds)
         self._shares = torch.tensor([bound.share for bound in self.bounds])

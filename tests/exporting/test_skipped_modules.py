@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from with_branches import Block, Net, X, gated
 
 import l0prune
-from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.cut_layers import SkippedModule, are_passed
 
 
 def test_a_class_goes_on_without_them():
@@ -309,3 +310,61 @@ def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
     assert isinstance(left, InWindows)
     assert isinstance(left.mix, SkippedModule)
     assert difference(model, small, X) <= 1e-10
+
+
+class HandsOn(nn.Module):
+    """An attention that computes a bias of positions where it is given none, and hands it on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, scale=None, bias=None):
+        if bias is None:
+            bias = x.mean(-1, keepdim=True)
+        return self.out(torch.tanh(self.inner(x)) + bias), bias, None
+
+
+class WithBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 6), nn.Linear(6, 4)
+        self.blocks = nn.ModuleList([HandsOn(), HandsOn(), HandsOn()])
+
+    def forward(self, x):
+        x, bias = torch.sigmoid(self.stem(x)), None
+        for block in self.blocks:
+            added, bias, _ = block(x, bias=bias)
+            x = x + added
+        return self.head(x)
+
+
+def test_a_skipped_module_hands_on_what_it_was_given(tmp_path):
+    torch.manual_seed(0)
+    model, x = WithBias(), torch.randn(2, 5, 3)
+    l0prune.gate(model, x, progress=False)
+    l0prune.gates(model).set_open("blocks.1", [])
+    small = l0prune.export(model, progress=False)
+    assert small.rebuilt, small.note
+    left = small.module.blocks[1]
+    assert isinstance(left, SkippedModule)
+    assert left.passed == ((1, 2, "bias"),)
+    assert difference(model, small, x) <= 1e-10
+    expected = small.module(x)
+    file = io.BytesIO()
+    torch.save(small.module, file)
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    assert not isinstance(plain.blocks[1], SkippedModule)
+    assert torch.equal(plain(x), expected)
+    assert torch.equal(plain.blocks[1](x, None, x)[1], x)
+    small.save_pretrained(tmp_path)
+    assert torch.equal(l0prune.resize(WithBias(), tmp_path).eval()(x), expected)
+
+
+@pytest.mark.parametrize(
+    "value", [3, [[1, 2]], [[1, -1, "bias"]], [[1, 2, "a b"]], [[True, 2, "bias"]], [[1, 64, "x"]]]
+)
+def test_what_is_handed_on_is_checked_in_files(value):
+    assert not are_passed(value)
+    assert are_passed([[1, 2, "bias"]])

@@ -22,7 +22,7 @@ def peak():
     scope = {}
     exec(compile(CODE, PAGE.name, "exec"), scope)
     yield scope["PeakMemory"]
-    del MEASURES["memory"]
+    del MEASURES["activations"]
 
 
 def cnn():
@@ -126,10 +126,10 @@ def test_a_budget_in_memory_is_met(peak):
     share = 0.6
     model, x = gated(residual)
     ((text, found),) = l0prune.fit(
-        model, f"memory={share}", l0prune.score(model, "magnitude")
+        model, f"activations={share}", l0prune.score(model, "magnitude")
     ).items()
     dense = peak(l0prune.gates(model).plan).dense()
-    assert text == f"memory={share}"
+    assert text == f"activations={share}"
     assert round(1000 * found) == filled(l0prune.export(model).program, x) <= 1000 * share * dense
     assert found > 0.9 * share * dense
 
@@ -154,12 +154,12 @@ def test_gates_learn_under_it(peak, tmp_path, branches):
     inputs, targets = torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,))
     data = torch.utils.data.TensorDataset(inputs, targets)
     history = l0prune.finetune(
-        model, data, budget="memory=0.5", epochs=3, batch_size=8, progress=False, out=tmp_path
+        model, data, budget="activations=0.5", epochs=3, batch_size=8, progress=False, out=tmp_path
     )
     last = history.last
-    assert last["memory"] <= 0.5 * last["dense_memory"]
+    assert last["activations"] <= 0.5 * last["dense_activations"]
     exported = l0prune.export(model)
-    found, said = filled(exported.program, x), round(1000 * last["memory"])
+    found, said = filled(exported.program, x), round(1000 * last["activations"])
     # Without its branch the stream need not wait for it: less than this measure of an example says.
     assert found < said if exported.gone else found == said
     assert bool(exported.gone) == branches

@@ -36,9 +36,9 @@ from l0prune.running.device import device_of
 
 # Sums have another order with a cache than without one.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_CACHES = ("cache", "past_key_values")  # the name depends on the version of transformers
+CACHES = ("cache", "past_key_values")  # the name depends on the version of transformers
 _MASK = "attention_mask"
-_TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
+TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
 OTHER_STEPS = "with a cache it goes on as another model would"
 
 
@@ -85,15 +85,15 @@ def _stepped(module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> Tensor:
         Exception: the module keeps no cache, or does not take such inputs.
     """
     signature = inspect.signature(module.forward)
-    cache = next((name for name in _CACHES if name in signature.parameters), "")
+    cache = next((name for name in CACHES if name in signature.parameters), "")
     if not cache:
         raise TypeError("this model keeps no cache")
     args, kwargs = cast(inputs, dtype, device_of(module))
     given = dict(zip(signature.parameters, args, strict=False)) | kwargs
-    name = next(each for each in _TOKENS if each in signature.parameters)
+    name = next(each for each in TOKENS if each in signature.parameters)
     tokens = given.pop(name)
     first, last = given | {name: tokens[:, :-1]}, given | {name: tokens[:, -1:]}
-    if name == _TOKENS[1] and _MASK in signature.parameters:
+    if name == TOKENS[1] and _MASK in signature.parameters:
         mask = given.get(_MASK, torch.ones_like(tokens)).clone()
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask

@@ -48,6 +48,8 @@ class Called:
         shape: of the (first) output; None if no input has this shape.
         takes_tensor: whether that input is a tensor.
         is_alone: whether the module takes no other input, and this one by position.
+        passed: further results that are inputs: number of the result, position and name of the
+            input. Blocks hand on so what the next ones take, such as the biases of positions.
     """
 
     at: int
@@ -57,6 +59,7 @@ class Called:
     shape: tuple[int, ...] | None
     takes_tensor: bool
     is_alone: bool
+    passed: tuple[tuple[int, int, str], ...]
 
 
 def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Called]:
@@ -95,9 +98,27 @@ def _of(call: Call, forward: Callable[..., Any], is_by_position: bool) -> Called
         given, depth = given[0], depth + 1
     takes = [each.kind for each in signature(forward).parameters.values()]
     is_alone = is_by_position and takes == [Parameter.POSITIONAL_OR_KEYWORD]
-    return Called(
-        at, name, depth, results, None if found is None else shape, takes_tensor, is_alone
-    )
+    known = None if found is None else shape
+    passed = _passed(call.output[1:], inputs) if results else ()
+    return Called(at, name, depth, results, known, takes_tensor, is_alone, passed)
+
+
+def _passed(
+    results: Sequence[Any], inputs: Sequence[tuple[int, str, Any]]
+) -> tuple[tuple[int, int, str], ...]:
+    """Return which further results are inputs, at their positions that no other input shares."""
+    places = [at for at, *_ in inputs]
+    alone = [each for each in inputs if places.count(each[0]) == 1 and isinstance(each[2], Tensor)]
+    found = []
+    for number, result in enumerate(results, 1):
+        if isinstance(result, Tensor):
+            same = ((at, name) for at, name, given in alone if _are_equal(given, result))
+            found += [(number, *place) for place in list(same)[:1]]
+    return tuple(found)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and bool(torch.equal(one, other))
 
 
 def _inputs(call: Call, forward: Callable[..., Any]) -> Iterator[tuple[int, str, Any]]:
@@ -416,7 +437,8 @@ def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
     if gives["gives"] == "input" and call.is_alone and not call.results:
         return Layer(kind=nn.Identity.__name__)
     same = {"windows": (), "dim": 0, "channels": 0}
-    taken = {"at": call.at, "name": call.name, "depth": call.depth, "results": call.results}
+    taken = {"at": call.at, "name": call.name, "depth": call.depth}
+    taken |= {"results": call.results, "passed": call.passed}
     return Layer({**same, **gives, **taken}, kind=SkippedModule.__name__)
 
 

@@ -7,5 +7,6 @@ FEATURE = Feature(
     names={"FewerExperts": "result", "shrink_experts": "cut"},
     commands={"experts": "command"},
     most_used={"experts": ("data", "experts", "out")},
+    measures={"active_params": "active"},
     options={"Machine": ("samples",)},
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,14 +104,25 @@ def _stacked(around: nn.Module, path: str, router: Router) -> Iterator[str]:
 
 def sizes_of_experts(model: nn.Module, mixture: Mixture) -> tuple[int, int]:
     """Return the parameters of one expert, and those of the router per expert."""
-    own = {name: tensor for name, tensor in model.named_parameters() if name in mixture.rows}
+    own, router = tensors_of_experts(model, mixture)
+    total = sum(tensor.numel() for tensor in own.values())
+    return total // mixture.router.experts, sum(tensor[0].numel() for tensor in router.values())
+
+
+def tensors_of_experts(
+    model: nn.Module, mixture: Mixture
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters of all experts of a mixture, and those of its router, by name."""
+    rows: dict[str, Tensor] = {n: t for n, t in model.named_parameters() if n in mixture.rows}
     owner, beside = mixture.router.name.rpartition(".")[0], mixture.router.beside
-    by_router = [t for n, t in own.items() if n.rpartition(".")[0] == owner or n in beside]
-    router = sum(tensor[0].numel() for tensor in by_router)
-    stacked = sum(tensor[0].numel() for tensor in own.values()) - router
-    lists: list[Any] = [model.get_submodule(path) for path in mixture.lists]
-    listed = sum(parameter.numel() for each in lists for parameter in each[0].parameters())
-    return stacked + listed, router
+    router = {n: t for n, t in rows.items() if n.rpartition(".")[0] == owner or n in beside}
+    own = {name: tensor for name, tensor in rows.items() if name not in router}
+    for path in mixture.lists:
+        own |= {
+            within(path, name): tensor
+            for name, tensor in model.get_submodule(path).named_parameters()
+        }
+    return own, router
 
 
 def closed_but(mixture: Mixture, kept: Tensor) -> dict[str, Tensor]:

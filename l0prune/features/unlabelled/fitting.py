@@ -50,9 +50,8 @@ def fit_and_compensate(
         What ``fit`` returns, and the gain of the compensation.
     """
     if division is not None:
-        plan = found.gates.plan
-        wanted = bounds_of(plan, budget, latency)
-        blocks = blocks_for(plan, wanted, round_to, latency, target=target)
+        wanted = bounds_of(found.root, budget, latency)
+        blocks = blocks_for(found.gates.plan, wanted, round_to, latency, target=target)
         scores = division.scores_for(wanted, blocks)
     options |= {"round_to": round_to, "target": target, "latency": latency}
     counts = fit(found.root, budget, scores, **options)

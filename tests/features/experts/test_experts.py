@@ -100,6 +100,25 @@ def test_parameters_that_are_stored_and_those_that_one_input_meets():
     assert result.params == sum(p.numel() for p in result.model.parameters())
 
 
+@pytest.mark.slow
+def test_a_budget_in_parameters_that_one_input_uses():
+    model = built("Mixtral")
+    active = l0prune.shrink_experts(model, ids(), 4, score="load").active_before
+    l0prune.gate(model, (ids(),), branches=False, progress=False)
+    counts = l0prune.fit(
+        model, "active_params=0.9", l0prune.score(model, "magnitude"), round_to=1, progress=False
+    )
+    small = l0prune.export(model, verify="float32", progress=False).module
+    stored = sum(p.numel() for p in small.parameters())
+    assert 0.8 * active < counts["active_params=0.9"] <= 0.9 * active
+    matrices = sum(p.numel() for n, p in small.named_parameters() if "experts." in n)
+    assert counts["active_params=0.9"] == stored - matrices + matrices * 2 // 6
+    dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    l0prune.gate(dense, torch.randn(2, 4), progress=False)
+    with pytest.raises(UsageError, match="the model has no mixture of experts"):
+        l0prune.fit(dense, "active_params=0.5", progress=False)
+
+
 class Mixture(nn.Module):
     """Experts in a list, each run on what was routed to it, as older code has it."""
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from vllm_reader import is_served, read, transformers
+from vllm_reader import is_served, read, read_alike, transformers
 
 import l0prune
 from l0prune.errors import CertificateError, UsageError
@@ -74,6 +74,28 @@ def test_what_was_gated_for_it_is_served(name, settings, tmp_path, monkeypatch):
     assert config.block_configs[1].ffn.intermediate_size == 13
     assert is_served(small.module, config, weights, TEXT["input_ids"])
     assert json.loads(config.to_json_string())["block_configs"][1]["attention"] == {"no_op": True}
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
+def test_layers_alike_are_an_ordinary_folder_of_their_class(name, tmp_path):
+    model = built(name)
+    with pytest.warns(match="layers keep one width"):
+        l0prune.gate(model, (), TEXT, loadable_by="transformers", progress=False)
+    gates = l0prune.gates(model)
+    for layer in range(2):
+        gates.set_open(f"model.layers.{layer}.mlp.gate_proj", range(13))
+    if name == "llama":
+        gates.set_open("model.layers.0.self_attn.q_proj.heads", [1])
+        gates.set_open("model.layers.1.self_attn.q_proj.heads", [2])
+    for part in ("self_attn", "mlp"):
+        gates.set_open(f"model.layers.0.{part}", [])
+    small = l0prune.export(model, verify="float32", progress=False)
+    assert "So does" in small.save_pretrained(tmp_path)
+    config, weights = read_alike(tmp_path)
+    assert (config.num_hidden_layers, config.intermediate_size) == (1, 13)
+    assert is_served(small.module, config, weights, TEXT["input_ids"])
+    weights["model.layers.0.self_attn.qkv_proj.weight"].mul_(1.1)
+    assert not is_served(small.module, config, weights, TEXT["input_ids"])
 
 
 @pytest.mark.parametrize(
