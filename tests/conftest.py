@@ -11,7 +11,7 @@
   ``refused``, which check how it ends. A process of its own (``commands.run``) loads torch for
   seconds: it is for a first start. What is about processes (groups, signals, hash seeds) has them
   forked from one that has loaded it (``processes.py``).
-- Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
+- Networks are in ``zoo.py`` and its tables, and go through ``conformance`` all the way. What
   is only read is captured or exported once a file; who changes a network makes its own.
 - That an export is exact is measured by the test itself (``differences.py``): a certificate exists
   only where it passed, so that looking at its numbers shows nothing.
