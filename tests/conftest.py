@@ -128,7 +128,9 @@ def pytest_runtest_setup():
     """What is the same each time is done once, and what only makes numbers steadier for less long.
 
     For every ONNX file onnxscript reads the source of its whole library and torch the signatures of
-    it: half of the one or two seconds that a small file takes. torch.export looks for new operators
+    it: half of the one or two seconds that a small file takes. Each capture looks for caches in all
+    modules that are there, which takes longer than the capture itself once many packages are in
+    use. torch.export looks for new operators
     that compilers of C++ might have brought, four times a capture, and gathers a record of each
     tensor for its trace log while anybody listens, as pytest does to logs that tell nobody else.
     Files that are timed take turns for a second, and no test looks at times.
@@ -147,6 +149,24 @@ def pytest_runtest_setup():
         function = getattr(sys.modules.get(module), name, None)
         if function is not None and not hasattr(function, "cache_info"):
             setattr(sys.modules[module], name, functools.cache(function))
+    caches = sys.modules.get("l0prune.capture.caches")
+    if caches is not None and not hasattr(caches._in, "__wrapped__"):
+        caches._in = remembered(caches._in)
+
+
+def remembered(caches_in):
+    """The caches of functions in a module of an installed package are those that it had before."""
+    known = {}
+
+    @functools.wraps(caches_in)
+    def find(names, module):
+        if "site-packages" not in (names.get("__file__") or ""):
+            return caches_in(names, module)
+        if (module, len(names)) not in known:
+            known[module, len(names)] = [*caches_in(names, module)]
+        return known[module, len(names)]
+
+    return find
 
 
 @pytest.fixture(scope="session")
