@@ -99,6 +99,7 @@ def test_a_graph_has_nothing_of_a_closed_branch_in_its_files(tmp_path):
 
 
 @pytest.mark.parametrize("layer", ["first", "last"])
+@pytest.mark.one_in(2)
 def test_no_number_of_a_plan_is_believed(layer):
     torch.manual_seed(0)
     net = Fn(lambda m, x: m.last(torch.relu(m.first(x))))
@@ -118,6 +119,7 @@ def test_no_number_of_a_plan_is_believed(layer):
     assert wrong.widths == right.widths
 
 
+@pytest.mark.slow
 def test_parameters_that_eval_mode_does_not_use_are_said():
     net = Fn(lambda m, x: m.b(torch.relu(m.a(x))) if not m.training else m.aux(x))
     net.a, net.b, net.aux = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(4, 5)

@@ -1,5 +1,6 @@
 """Weights that the forward standardises: cut after the statistics of the whole have been taken."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
@@ -63,6 +64,7 @@ def test_statistics_of_activations_pin():
     assert any("takes statistics over it" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_columns_are_cut_only_where_what_they_read_is_zero():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Softplus(), Standardised(8, 4, 1))
     reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
@@ -79,6 +81,7 @@ def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
     torch.testing.assert_close(small.module(X), model(X))
 
 
+@pytest.mark.slow
 def test_a_branch_that_ends_in_a_weight_norm_goes_by_its_norms():
     """Weights of zero have the norm zero, and 0/0 is no number."""
 

@@ -157,6 +157,7 @@ def test_memory_format_stays(tmp_path):
     assert {name: weight.stride() for name, weight in loaded.named_parameters()} == before
 
 
+@pytest.mark.slow
 def test_weights_are_stored_once(tmp_path):
     for model in (nn.Sequential(nn.Linear(1000, 250), nn.ReLU(), nn.Linear(250, 2)), Large()):
         gate(model, torch.randn(2, 1000))
@@ -393,7 +394,7 @@ def activation(scale, layout, made, last):
         {"parts": ["a\x1b[2J"]},
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):
     l0prune.save(gated, tmp_path / "a.pt")
     if "axes" in changes:

@@ -65,7 +65,7 @@ def test_a_branch_in_a_closed_branch_costs_nothing():
 
 
 @pytest.mark.parametrize("how", ["taylor", "fisher", "magnitude", "group-magnitude", "bn-scale"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_depth_by_a_score(how):
     """Only branches have gates: the classical cut of whole blocks."""
     model = gated(include=[])
@@ -169,6 +169,7 @@ def test_of_axes_of_other_kinds_nothing_opens_or_closes():
         l0prune.fit(model, "params=0.01", kinds=["branch"])
 
 
+@pytest.mark.slow
 def test_all_branches_may_go_and_no_more():
     model = gated(include=[])
     stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())

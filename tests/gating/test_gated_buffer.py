@@ -64,6 +64,7 @@ def masked(plain):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.one_in(2)
 def test_a_buffer_reads_as_its_product_and_stays_one(persistent):
     model, plain = gated(persistent=persistent)
     assert dict(model.named_buffers())["table"] is model._buffers["table"]
@@ -89,6 +90,7 @@ def test_ungated_it_is_what_came_in():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.one_in(2)
 def test_copies_are_gated_alike(again):
     model, _ = gated()
     other = again(model)
@@ -142,6 +144,7 @@ def test_a_magnitude_counts_it():
     assert torch.allclose(score / score.sum(), squares.sqrt() / squares.sqrt().sum())
 
 
+@pytest.mark.slow
 def test_it_is_cut_while_the_model_trains():
     network, x = Encoder().double(), X.double()
     assert compare(cut_networks.gated(network, (x,)), x, OPTIMIZERS["momentum"]) == ""

@@ -60,6 +60,7 @@ def slowly(monkeypatch, model, x, **how):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.one_in(18)
 def test_gradients_are_those_of_gated_weights(kind, shape, bias, used, monkeypatch):
     model, x = model_of(kind, SHAPES[shape], bias=bias)
     wanted = slowly(monkeypatch, model, x)
@@ -113,6 +114,7 @@ def test_multipliers_that_are_given_have_a_gradient_at_zero(used):
     assert not used
 
 
+@pytest.mark.slow
 def test_where_the_weights_gradient_does_not_tell_it_is_not_asked(used):
     model, x = model_of()
     model._modules["0"]._parameters["weight"].requires_grad_(False)

@@ -82,7 +82,7 @@ def close_half(model: nn.Module) -> None:
 
 
 @models
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
     model, x = make().eval(), example()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
 
 
 @models
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_gates_multiply_what_the_plan_says_and_nothing_else(make, example):
     model = make().double().eval()
     x = example()
@@ -143,6 +143,7 @@ def test_ungate_gives_back_the_model_that_came_in(make, example):
         gates(model)
 
 
+@pytest.mark.slow
 def test_modes_frozen_parameters_and_ties_stay():
     model = Attention().train()
     model.attention.eval()
@@ -156,6 +157,7 @@ def test_modes_frozen_parameters_and_ties_stay():
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
 
 
+@pytest.mark.slow
 def test_the_start_is_seeded_and_leaves_the_global_generator_alone():
     x = torch.randn(2, 12)
     state = torch.get_rng_state()
@@ -176,6 +178,7 @@ def test_the_start_is_seeded_and_leaves_the_global_generator_alone():
     torch.testing.assert_close(plain, torch.full_like(plain, 0.7))
 
 
+@pytest.mark.slow
 def test_open_probability_by_glob_and_the_choice_of_gate_and_axes():
     x = torch.randn(2, 1, 14, 14)
     names = [a.name for a in l0prune.survey(lenet(), (x,)).axes]
@@ -211,6 +214,7 @@ def test_a_survey_can_be_reused_and_a_lone_tensor_given_bare():
     assert not hasattr(other, "l0prune_gates")
 
 
+@pytest.mark.slow
 def test_the_example_is_kept_as_a_copy():
     x = torch.randn(3, 12)
     kept = gates(gate(mlp(), (x,))).example
@@ -220,6 +224,7 @@ def test_the_example_is_kept_as_a_copy():
     assert kept[1] == {}
 
 
+@pytest.mark.slow
 def test_a_model_without_storage_can_be_gated_and_then_loaded():
     source = gate(mlp(), (torch.randn(2, 12),)).eval()
     close_half(source)
@@ -284,6 +289,7 @@ class Unwilling(nn.Module):
         (Unwilling, {}, CaptureError, "could not follow"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_cannot_be_gated_is_left_as_it_was(make, options, error, words):
     model = make()
     before = [(name, type(m), m.training, sorted(vars(m))) for name, m in model.named_modules()]

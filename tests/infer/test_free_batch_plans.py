@@ -58,6 +58,7 @@ def network(forward):
 
 
 @pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.one_in(2)
 def test_the_plans_are_equal(name):
     model, x = network(FORWARDS[name]), torch.randn(2, 4, 6)
     fixed, free = capture(model, (x,)), capture(model, (x,), dynamic_batch=True)
@@ -70,6 +71,7 @@ def test_the_plans_are_equal(name):
 
 
 @pytest.mark.parametrize("name", ["expanded", "interleaved"])
+@pytest.mark.one_in(2)
 def test_a_graph_with_such_weights_takes_every_batch(name):
     model, x = network(FORWARDS[name]), torch.randn(2, 4, 6)
     bank = l0prune.gates(l0prune.gate(model, (x,)))
@@ -84,6 +86,7 @@ def test_a_graph_with_such_weights_takes_every_batch(name):
         torch.testing.assert_close(small.module(other), model(other), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_note_says_that_the_axes_differ(monkeypatch):
     """Where the plans differ for all that, the graph is the example's, and torch is not blamed."""
     true, asked = capture_parts._same_gates, []

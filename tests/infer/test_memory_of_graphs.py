@@ -50,6 +50,7 @@ INPUT, FIRST, LAST = 4 * 4, 6 * 4, 3 * 4
          [(INPUT, 0, 0), (FIRST, 0, 2), (FIRST, 1, 2), (FIRST, 2, 3), (LAST, 3, 3)]),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(6)
 def test_values_of_a_graph(between, expected):
     assert values(Net(between), X) == expected
 
@@ -64,6 +65,7 @@ def test_bytes_are_those_of_the_dtype():
     assert [size for size, _, _ in doubles] == [2 * INPUT, 2 * FIRST, 2 * FIRST, 2 * LAST]
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_run_one_after_the_other():
     class Two(Broken):
         def __init__(self):

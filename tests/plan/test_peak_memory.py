@@ -122,6 +122,7 @@ def test_it_is_what_the_exported_graph_fills(peak, make):
     assert real[0] > real[1]
 
 
+@pytest.mark.slow
 def test_a_budget_in_memory_is_met(peak):
     share = 0.6
     model, x = gated(residual)
@@ -149,6 +150,7 @@ def test_its_gradient_is_that_of_the_fullest_step(peak):
 
 
 @pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.one_in(2)
 def test_gates_learn_under_it(peak, tmp_path, branches):
     model, x = gated(residual, branches=branches)
     inputs, targets = torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,))

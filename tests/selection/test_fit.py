@@ -132,6 +132,7 @@ def layers() -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("before", [None, "params=0.1"])
+@pytest.mark.one_in(10)
 def test_each_axis_keeps_its_share_of_slots(budget, widths, before):
     """Also those of an axis that has fewer before: there is room for as many as it may have."""
     torch.manual_seed(1)
@@ -196,6 +197,7 @@ def test_what_cannot_be_met_names_what_is_in_the_way():
         ({"budget": "params=0.5", "round_to": 1.5}, "round_to"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_makes_no_sense_is_refused(arguments, why):
     with pytest.raises(UsageError, match=why):
         fit(gated(), **arguments)

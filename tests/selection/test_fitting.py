@@ -85,6 +85,7 @@ def test_what_cannot_be_met_is_said_in_the_measures_own_words():
         l0prune.fit(gated(), "stairs=0.001")
 
 
+@pytest.mark.slow
 def test_blocks_that_nobody_asked_for_stand_in_no_budgets_way(monkeypatch):
     monkeypatch.setattr(Stairs, "blocks", lambda of: [axis.size for axis in of.plan.axes])
     model = gated(random_scores(0, SIZE))
@@ -96,6 +97,7 @@ def test_blocks_that_nobody_asked_for_stand_in_no_budgets_way(monkeypatch):
         l0prune.fit(gated(), "stairs=0.001")
 
 
+@pytest.mark.slow
 def test_learning_under_stairs_ends_within_them():
     model = gated()
     pruner = l0prune.Pruner(model, budget="stairs=0.5", steps=30, say=lambda text: None)
@@ -153,6 +155,7 @@ class Cliff(Stairs):
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.one_in(2)
 def test_no_axis_is_cut_where_that_takes_more(seed):
     with registered(Cliff):
         model = gated(random_scores(seed, SIZE))

@@ -118,7 +118,7 @@ def test_a_bias_whose_gradient_is_rounding_learns_the_same():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
 
@@ -139,7 +139,7 @@ class Strided(Side):
 
 
 @pytest.mark.parametrize(("net", "out"), [(Side, "down"), (Side, "beside"), (Strided, "down")])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
     model = without(net(), out)
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
@@ -161,6 +161,7 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
     assert differing(state, tensors(model)) == []
 
 
+@pytest.mark.slow
 def test_norms_within_a_closed_branch_count_nothing_there():
     model = without(Residual(), "branch.5")
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
@@ -170,6 +171,7 @@ def test_norms_within_a_closed_branch_count_nothing_there():
     small.end()
 
 
+@pytest.mark.slow
 def test_of_a_closed_branch_one_capture_is_enough_and_what_is_frozen_stays_so(monkeypatch):
     captured, surveyed = [], in_place.surveyed
     monkeypatch.setattr(
@@ -212,7 +214,7 @@ VOLUMES = IMAGES[:, :, None].expand(-1, -1, 4, -1, -1)
     + [(Volumes, VOLUMES, memory) for memory in (MEMORY[0], torch.channels_last_3d)],
 )
 @pytest.mark.parametrize("kind", ["adam", "fused"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, x, memory, kind):
     """Fused optimizers refuse gradients and moments that lie otherwise than their parameter."""
     model = gated(net(), (x,)).to(memory_format=memory)
@@ -326,6 +328,7 @@ def test_gradients_and_moments_come_back(model):
             assert (mine - other).abs().max() <= EXACT
 
 
+@pytest.mark.slow
 def test_optimizers_that_come_one_after_the_other_all_follow(model):
     """Some loops name only those that step next."""
     halves = weights(model)[::2], weights(model)[1::2]
@@ -468,6 +471,7 @@ class Auxiliary(nn.Module):
         (Auxiliary(targets=True), "cannot be tried on its example"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_a_training_step_keeps_or_wants_beside_its_output(network, reason):
     x = torch.randn(5, 4).double()
     model = gated(randomise(network.double()), (x,))
@@ -505,6 +509,7 @@ def test_networks_in_half_precision_are_cut_too(dtype):
 
 
 @pytest.mark.parametrize(("steps_left", "cuts"), [(1, False), (200, True)])
+@pytest.mark.one_in(2)
 def test_a_cut_has_to_win_back_what_it_costs(model, steps_left, cuts, monkeypatch):
     monkeypatch.setitem(compaction._WAITED, "cpu", 20)
     small = Compaction(model.train())
@@ -513,6 +518,7 @@ def test_a_cut_has_to_win_back_what_it_costs(model, steps_left, cuts, monkeypatc
     small.end()
 
 
+@pytest.mark.slow
 def test_a_gate_that_opens_while_its_slot_is_cut_brings_it_back(model):
     small = Compaction(model.train())
     small.look(1, begins=True)

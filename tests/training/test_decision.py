@@ -45,7 +45,7 @@ def gated(probability: float) -> nn.Module:
 
 
 @pytest.mark.parametrize(("probability", "stays"), [(0.45, False), (0.8, True)])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     model = gated(probability)
     _, seen = run(model, 30, branch_freeze_fraction=0.5, budget="params=0.9", gate_lr=0.01)
@@ -56,6 +56,7 @@ def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
 
 
 @pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.one_in(2)
 def test_with_decide_0_a_branch_stays_as_it_is(stays):
     model = gated(0.45)  # open in eval mode, though its chance is below a half
     gates = l0prune.gates(model)
@@ -66,6 +67,7 @@ def test_with_decide_0_a_branch_stays_as_it_is(stays):
     assert seen == pytest.approx([0.999 if stays else 0.001] * 5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_holds_branches_from_the_same_step_on():
     def pruner():
         settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}
@@ -92,6 +94,7 @@ def test_widths_go_on_learning():
     assert bool(moved.any())
 
 
+@pytest.mark.slow
 def test_under_a_price_branches_wait_for_the_widths():
     model = gated(0.8)
     gates = l0prune.gates(model)
@@ -111,6 +114,7 @@ def test_branches_alone_wait_for_nothing():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.one_in(2)
 def test_an_optimizer_does_not_leap_when_branches_have_waited(kind):
     """It has seen their gradients all the while: their first step is as long as the others'."""
     model = gated(0.8)
@@ -181,11 +185,13 @@ def test_in_the_end_the_budget_is_met_without_the_branch():
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, "half"])
+@pytest.mark.one_in(3)
 def test_a_part_that_makes_no_sense(fraction):
     with pytest.raises(UsageError, match="branch_freeze_fraction"):
         l0prune.Pruner(gated(0.5), steps=10, branch_freeze_fraction=fraction)
 
 
+@pytest.mark.slow
 def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on():
     model = gated(0.45)
     settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}

@@ -76,7 +76,7 @@ def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
     ],
     indirect=["whole"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     kind, expected, records = whole
     number = STOPS[step]
@@ -196,6 +196,7 @@ def test_another_teacher_of_the_same_class_is_another_run(tmp_path):
         finetune(gated(), stopping(None), teacher=teacher, resume=True, **settings)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(tmp_path):
     model, history = run(tmp_path)
     stopped = task("split", 0, signal.SIGINT)  # in the first step, if there were one
@@ -230,6 +231,7 @@ def test_another_run_does_not_go_on_with_this_ones_checkpoint(tmp_path):
     refused("other weights", model=model)
 
 
+@pytest.mark.slow
 def test_without_resume_a_run_begins_anew(tmp_path):
     run(tmp_path)
     model = gated()

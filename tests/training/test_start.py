@@ -161,6 +161,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("only", [False, True])
+@pytest.mark.one_in(2)
 def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch, capsys):
     settings = {"branches": True, **({"exclude": "*"} if only else {})}
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
@@ -216,6 +217,7 @@ def stand(p):
     return torch.minimum(p, 1 - p).isclose(torch.tensor(1e-3), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
     seen, model = chances(monkeypatch, budget="params=0.5")
     assert torch.equal(seen, seen[:1].expand_as(seen))
@@ -230,7 +232,7 @@ def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "settings", [{"branch_freeze_fraction": 0.7}, {"oneshot_fraction": 0.0}, {"only": True}]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_branches_learn_on_where_that_is_asked_or_widths_cannot_go_the_rest(settings, monkeypatch):
     seen, model = chances(monkeypatch, budget="params=0.5", **settings)
     assert not stand(seen[0]).all()
@@ -292,6 +294,7 @@ def residual():
 BUDGET = {"steps": 6, "budget": "params=0.5"}  # an epoch of 40 examples a step
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     expected = start_of(residual(), monkeypatch, budget="params=0.5")
     model = residual()
@@ -312,6 +315,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     ("settings", "asked"),
     [({"steps": 6, "lam": 0.1}, {}), (BUDGET, {"start": "alike"})],
 )
+@pytest.mark.one_in(2)
 def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
     model = residual()
     pruner = Pruner(model, **settings)
@@ -335,6 +339,7 @@ def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
         ([], {}, DataError, "empty"),
     ],
 )
+@pytest.mark.one_in(5)
 def test_what_a_start_of_ones_own_cannot_be(given, settings, kind, message):
     model = residual()
     pruner = Pruner(model, **BUDGET)
