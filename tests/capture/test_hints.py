@@ -63,7 +63,7 @@ COMBINATIONS = [
 
 @pytest.mark.usefixtures("_fast_path")
 @pytest.mark.parametrize(("kind", "constant", "_fast_path"), COMBINATIONS, indirect=["_fast_path"])
-@pytest.mark.slow
+@pytest.mark.one_in(4)
 def test_transformers_with_a_mask_are_captured_as_a_whole(kind, constant):
     torch.manual_seed(0)
     model, x = randomise(kind(constant=constant)).eval().double(), torch.randn(2, 5, 8).double()

@@ -40,7 +40,6 @@ def kept(model):
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.one_in(2)
 def test_a_detector_is_after_survey_gate_and_export_as_it_was(has_run):
     model, x = Detector().eval(), torch.randn(2, 3, 8, 8)
     if has_run:

@@ -119,7 +119,6 @@ def test_no_number_of_a_plan_is_believed(layer):
     assert wrong.widths == right.widths
 
 
-@pytest.mark.slow
 def test_parameters_that_eval_mode_does_not_use_are_said():
     net = Fn(lambda m, x: m.b(torch.relu(m.a(x))) if not m.training else m.aux(x))
     net.a, net.b, net.aux = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(4, 5)

@@ -95,7 +95,7 @@ def test_a_process_without_l0prune_loads_them(names, cut, tmp_path):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )

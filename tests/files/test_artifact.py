@@ -394,7 +394,7 @@ def activation(scale, layout, made, last):
         {"parts": ["a\x1b[2J"]},
     ],
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):
     l0prune.save(gated, tmp_path / "a.pt")
     if "axes" in changes:

@@ -289,7 +289,6 @@ class Unwilling(nn.Module):
         (Unwilling, {}, CaptureError, "could not follow"),
     ],
 )
-@pytest.mark.one_in(3)
 def test_what_cannot_be_gated_is_left_as_it_was(make, options, error, words):
     model = make()
     before = [(name, type(m), m.training, sorted(vars(m))) for name, m in model.named_modules()]

@@ -207,7 +207,6 @@ def test_a_layer_that_is_called_in_two_branches_is_neither_ones_own():
     assert [branch.modules for branch in plan.branches] == [("block.a",), ("block.b",)]
 
 
-@pytest.mark.slow
 def test_pre_and_post_norm_of_transformers():
     for norm_first in (True, False):
         layer = nn.TransformerEncoderLayer(
@@ -372,7 +371,6 @@ def test_a_concatenation_that_is_part_of_another():
         (lambda x, a: torch.cat([a(x), x], 2).repeat(1, 2, 1, 1), "no axis is put side by side"),
     ],
 )
-@pytest.mark.one_in(4)
 def test_what_is_no_branch_of_a_concatenation(join, why):
     assert [axes for _, axes, _ in made_of(Stream(join, 8, a=conv())) if axes] == [], why
 

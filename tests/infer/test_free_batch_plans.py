@@ -58,7 +58,6 @@ def network(forward):
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.one_in(2)
 def test_the_plans_are_equal(name):
     model, x = network(FORWARDS[name]), torch.randn(2, 4, 6)
     fixed, free = capture(model, (x,)), capture(model, (x,), dynamic_batch=True)
@@ -71,7 +70,6 @@ def test_the_plans_are_equal(name):
 
 
 @pytest.mark.parametrize("name", ["expanded", "interleaved"])
-@pytest.mark.one_in(2)
 def test_a_graph_with_such_weights_takes_every_batch(name):
     model, x = network(FORWARDS[name]), torch.randn(2, 4, 6)
     bank = l0prune.gates(l0prune.gate(model, (x,)))

@@ -50,7 +50,6 @@ INPUT, FIRST, LAST = 4 * 4, 6 * 4, 3 * 4
          [(INPUT, 0, 0), (FIRST, 0, 2), (FIRST, 1, 2), (FIRST, 2, 3), (LAST, 3, 3)]),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(6)
 def test_values_of_a_graph(between, expected):
     assert values(Net(between), X) == expected
 

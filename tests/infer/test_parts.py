@@ -174,7 +174,6 @@ def test_weights_that_two_parts_share_stay_whole():
     assert found.params == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.slow
 def test_what_lies_between_the_parts_is_accounted_for():
     class Between(Detector):
         def __init__(self):
@@ -234,7 +233,7 @@ class TiedOutside(Broken):
         (TiedOutside, {"other.0"}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 def test_parts_in_containers_and_weights_that_others_read(kind, axes):
     model, x = randomise(kind()).eval(), torch.randn(3, 4)
     if not axes:
@@ -268,7 +267,6 @@ def test_a_survey_leaves_the_example_the_buffers_and_the_generator_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.slow
 def test_a_part_that_is_not_called_on_fresh_inputs():
     class Choosing(nn.Module):
         def __init__(self):

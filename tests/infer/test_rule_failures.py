@@ -86,7 +86,6 @@ def look_at_all(infer, layout):
         yield from ()
 
 
-@pytest.mark.slow
 def test_an_error_in_a_pass_is_a_capture_error_with_operator_and_line(lenient, monkeypatch):
     monkeypatch.setattr(build, "activations", look_at_all)
     place = re.escape(f"aten.flip at test_rule_failures.py:{LINE}")

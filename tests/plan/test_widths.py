@@ -190,7 +190,6 @@ def test_slots_of_ones_own_are_open_and_no_others(name):
         ("haed.0", [0], "mean 'head.0'"),
     ],
 )
-@pytest.mark.one_in(2)
 def test_slots_that_are_not_there_are_refused(name, slots, why):
     model = l0prune.gate(Residual().eval(), torch.randn(2, 3, 2, 2), branches=False)
     with pytest.raises(UsageError, match=why):

@@ -160,7 +160,6 @@ def test_a_bare_kernel_reads_channels_and_not_its_height():
     assert sides["apart"].input.axes == sides["apart"].output.axes == ("full",)
 
 
-@pytest.mark.slow
 def test_what_eval_never_touches_says_so():
     model = Fn(
         lambda m, x: m.b(m.a(x)), a=nn.Linear(4, 6), b=nn.Linear(6, 2), extra=nn.Linear(6, 2)

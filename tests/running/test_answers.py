@@ -101,7 +101,6 @@ def test_inputs_alone_are_shuffled_with_their_answers(kind):
     torch.testing.assert_close(answers, network().eval()(inputs).detach())
 
 
-@pytest.mark.slow
 def test_a_network_learns_its_own_answers_back_without_a_label():
     """Half of the hidden units are copies of the others: so half of them can do all the work."""
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -81,7 +81,6 @@ class Words(nn.Module):
         return self.head(self.table(words).mean(1).relu())
 
 
-@pytest.mark.slow
 def test_a_word_or_a_class_too_many_is_said_before_training():
     words, classes = torch.tensor([[0, 4], [1, 5]]), torch.tensor([0, 2])
     model = l0prune.gate(Words(), words.clamp(max=4))

@@ -48,7 +48,6 @@ def test_equal_inputs_are_not_blamed():
 @pytest.mark.parametrize(
     "inputs", [torch.zeros(8, 6), [torch.zeros(4, 6)] * 4, [[torch.zeros(4, 6)]] * 4]
 )
-@pytest.mark.one_in(3)
 def test_without_labels_the_models_answers_are_named(inputs):
     model = l0prune.gate(network(), torch.zeros(2, 6))
     with pytest.raises(DataError, match=r"l0prune\.with_pseudo_labels\(inputs, model\)"):

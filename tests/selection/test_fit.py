@@ -197,7 +197,6 @@ def test_what_cannot_be_met_names_what_is_in_the_way():
         ({"budget": "params=0.5", "round_to": 1.5}, "round_to"),
     ],
 )
-@pytest.mark.one_in(2)
 def test_what_makes_no_sense_is_refused(arguments, why):
     with pytest.raises(UsageError, match=why):
         fit(gated(), **arguments)

@@ -97,7 +97,6 @@ def test_blocks_that_nobody_asked_for_stand_in_no_budgets_way(monkeypatch):
         l0prune.fit(gated(), "stairs=0.001")
 
 
-@pytest.mark.slow
 def test_learning_under_stairs_ends_within_them():
     model = gated()
     pruner = l0prune.Pruner(model, budget="stairs=0.5", steps=30, say=lambda text: None)

@@ -140,6 +140,6 @@ DRAWN = {
 
 @pytest.mark.parametrize("bad", NO_NUMBERS)
 @pytest.mark.parametrize("where", DRAWN)
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(6)
 def test_what_is_no_number_ends_in_a_null_or_an_error(where, bad, tmp_path):
     DRAWN[where](Path(tmp_path), bad)

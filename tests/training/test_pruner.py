@@ -137,7 +137,7 @@ def test_the_penalty_is_added_after_clipping_and_only_once():
 
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken, starts):
     whole = made(taken=taken)
     for model, pruner, optimizer in (whole,):

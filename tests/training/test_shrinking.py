@@ -81,7 +81,7 @@ def test_a_loop_of_ones_own_is_cut_while_its_gates_stand_and_whole_in_the_end(mo
         l0prune.ungate,
     ],
 )
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(4)
 def test_what_wants_the_whole_model_makes_a_cut_one_whole(model, action):
     parameters, run = weights(model), started(model)
     shapes = [p.shape for p in parameters]

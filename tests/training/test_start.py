@@ -339,7 +339,6 @@ def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
         ([], {}, DataError, "empty"),
     ],
 )
-@pytest.mark.one_in(5)
 def test_what_a_start_of_ones_own_cannot_be(given, settings, kind, message):
     model = residual()
     pruner = Pruner(model, **BUDGET)

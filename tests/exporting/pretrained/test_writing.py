@@ -93,7 +93,6 @@ def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
     assert len(list(again.parameters())) == len(list(dense.module.parameters()))
 
 
-@pytest.mark.slow
 def test_the_auto_classes_and_generation(tmp_path):
     dense = exported(llama)
     dense.module.generation_config.max_new_tokens = 6

@@ -81,7 +81,6 @@ def test_other_budgets_take_no_time():
     assert not l0prune.gates(model).open().all()
 
 
-@pytest.mark.slow
 def test_a_table_is_made_once_for_each_plan_and_target(monkeypatch):
     made = []
 

@@ -597,7 +597,6 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-@pytest.mark.one_in(3)
 def test_branches_of_a_condition_that_is_always_the_same_are_folded(name, tmp_path):
     nodes = [
         node("MatMul", "x w", "h"),
