@@ -169,7 +169,6 @@ def test_of_axes_of_other_kinds_nothing_opens_or_closes():
         l0prune.fit(model, "params=0.01", kinds=["branch"])
 
 
-@pytest.mark.slow
 def test_all_branches_may_go_and_no_more():
     model = gated(include=[])
     stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())

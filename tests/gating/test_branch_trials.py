@@ -92,7 +92,6 @@ def test_it_is_raised_where_that_is_asked_for(make, broken):
         l0prune.gate(randomised(Net()), X)
 
 
-@pytest.mark.slow
 def test_branches_that_fail_together_are_not_offered_together(lenient, broken):
     broken(leaves_in("blocks.0", "blocks.2"))
     survey = l0prune.survey(randomised(Net()), X, own_class=False)
@@ -118,7 +117,6 @@ class Flattened(nn.Module):
         return self.head(x.view(2, 11, 64).mean(2))
 
 
-@pytest.mark.slow
 def test_a_size_that_stays_in_the_graph_is_found(lenient, monkeypatch):
     sound = l0prune.survey(randomised(Flattened()), X, own_class=False)
     assert offered(sound)

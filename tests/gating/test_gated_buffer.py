@@ -144,7 +144,6 @@ def test_a_magnitude_counts_it():
     assert torch.allclose(score / score.sum(), squares.sqrt() / squares.sqrt().sum())
 
 
-@pytest.mark.slow
 def test_it_is_cut_while_the_model_trains():
     network, x = Encoder().double(), X.double()
     assert compare(cut_networks.gated(network, (x,)), x, OPTIMIZERS["momentum"]) == ""

@@ -114,7 +114,6 @@ def test_multipliers_that_are_given_have_a_gradient_at_zero(used):
     assert not used
 
 
-@pytest.mark.slow
 def test_where_the_weights_gradient_does_not_tell_it_is_not_asked(used):
     model, x = model_of()
     model._modules["0"]._parameters["weight"].requires_grad_(False)

@@ -143,7 +143,6 @@ def test_ungate_gives_back_the_model_that_came_in(make, example):
         gates(model)
 
 
-@pytest.mark.slow
 def test_modes_frozen_parameters_and_ties_stay():
     model = Attention().train()
     model.attention.eval()
@@ -157,7 +156,6 @@ def test_modes_frozen_parameters_and_ties_stay():
     assert model.head._parameters["weight"] is model.embed._parameters["weight"]
 
 
-@pytest.mark.slow
 def test_the_start_is_seeded_and_leaves_the_global_generator_alone():
     x = torch.randn(2, 12)
     state = torch.get_rng_state()
@@ -178,7 +176,6 @@ def test_the_start_is_seeded_and_leaves_the_global_generator_alone():
     torch.testing.assert_close(plain, torch.full_like(plain, 0.7))
 
 
-@pytest.mark.slow
 def test_open_probability_by_glob_and_the_choice_of_gate_and_axes():
     x = torch.randn(2, 1, 14, 14)
     names = [a.name for a in l0prune.survey(lenet(), (x,)).axes]
@@ -214,7 +211,6 @@ def test_a_survey_can_be_reused_and_a_lone_tensor_given_bare():
     assert not hasattr(other, "l0prune_gates")
 
 
-@pytest.mark.slow
 def test_the_example_is_kept_as_a_copy():
     x = torch.randn(3, 12)
     kept = gates(gate(mlp(), (x,))).example
@@ -224,7 +220,6 @@ def test_the_example_is_kept_as_a_copy():
     assert kept[1] == {}
 
 
-@pytest.mark.slow
 def test_a_model_without_storage_can_be_gated_and_then_loaded():
     source = gate(mlp(), (torch.randn(2, 12),)).eval()
     close_half(source)

@@ -70,7 +70,6 @@ class HasNumbers(nn.Module):
         return self.down(h.reshape(-1, 5, 8).relu())
 
 
-@pytest.mark.slow
 def test_a_size_in_the_code_is_said_beforehand():
     model, x = network(HasNumbers())
     said = l0prune.survey(model, x).to_dict()["reused_sizes"]

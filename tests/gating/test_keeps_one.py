@@ -50,7 +50,6 @@ def test_any_axes_may_be_closed(name):
         assert difference(model, l0prune.export(model), x) <= 1e-10
 
 
-@pytest.mark.slow
 def test_samples_keep_one_too():
     model, x = gated("spectral_block")
     bank = l0prune.gates(model)

@@ -51,7 +51,6 @@ def test_a_weight_that_no_gate_reaches_is_a_pin(dtype):
     assert "slots of b closed, the forward computes something else" in found["b.weight dim 0"]
 
 
-@pytest.mark.slow
 def test_what_is_divided_by_zero_is_a_pin():
     names, found = pins(divided)
     assert "b" in names

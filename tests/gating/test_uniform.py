@@ -60,7 +60,6 @@ def test_all_layers_keep_one_share_of_their_slots(budget):
     assert all(0.93 * b.most < counts[str(b.limit)] <= b.most for b in bounds)
 
 
-@pytest.mark.slow
 def test_of_groups_and_their_channels_the_groups_are_cut():
     names = {"stem.groups", "head.0", *(f"blocks.{n}.0" for n in range(3))}
     assert set(widths(gated(branches=False))) == names
@@ -79,7 +78,6 @@ def test_the_slots_of_highest_score_stay():
         assert axis.open[best].all()
 
 
-@pytest.mark.slow
 def test_gates_that_disagree_are_exported_at_one_width():
     """As many slots as the widest has: those that its gates closed are there, and zero."""
     model = gated(branches=False)
@@ -138,7 +136,6 @@ def test_a_width_of_one_block_alone_contradicts_it():
         l0prune.fit(model, "blocks.1.0: width=0.5", l0prune.score(model, "magnitude"))
 
 
-@pytest.mark.slow
 def test_whole_blocks_may_go_beside():
     model = gated()
     gates = l0prune.gates(model)

@@ -44,7 +44,6 @@ def test_what_is_observed_meets_the_budget(observed, factor, overhead, round_to)
     assert len(told[0].looks) <= 7
 
 
-@pytest.mark.slow
 def test_the_network_is_not_made_smaller_than_it_has_to_be(observed):
     """Where less is seen than was predicted, there is room for more."""
     open_slots = []

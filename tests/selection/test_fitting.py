@@ -85,7 +85,6 @@ def test_what_cannot_be_met_is_said_in_the_measures_own_words():
         l0prune.fit(gated(), "stairs=0.001")
 
 
-@pytest.mark.slow
 def test_blocks_that_nobody_asked_for_stand_in_no_budgets_way(monkeypatch):
     monkeypatch.setattr(Stairs, "blocks", lambda of: [axis.size for axis in of.plan.axes])
     model = gated(random_scores(0, SIZE))

@@ -66,7 +66,6 @@ def trained(**kwargs):
     return model
 
 
-@pytest.mark.slow
 def test_of_all_ways_the_one_of_least_loss_is_taken():
     model = gated(trained())
     scores = scores_of(model)
@@ -88,7 +87,6 @@ def test_of_all_ways_the_one_of_least_loss_is_taken():
     assert torch.equal(found, ways[losses.index(min(losses))])
 
 
-@pytest.mark.slow
 def test_no_more_branches_go_than_are_as_small_as_that():
     model = gated(trained())
     half, plan = at_once(model, "params=0.5", scores_of(model)), model.l0prune_gates.plan
@@ -99,7 +97,6 @@ def test_no_more_branches_go_than_are_as_small_as_that():
     assert 0.6 < min(shares) <= max(shares) <= 0.5**0.5
 
 
-@pytest.mark.slow
 def test_a_part_of_the_way_goes_no_further_than_all_of_it(monkeypatch):
     """Where every branch is a large part of the network, the loss has no say in that."""
     model = gated(trained())
@@ -117,7 +114,6 @@ def test_a_part_of_the_way_goes_no_further_than_all_of_it(monkeypatch):
     assert half.wanted[0].actual_share(found) == min(share for share in shares if share >= 0.8)
 
 
-@pytest.mark.slow
 def test_a_branch_that_is_gone_already_does_not_come_back():
     model = gated(trained())
     plan, scores = model.l0prune_gates.plan, scores_of(model)
@@ -233,7 +229,6 @@ def test_data_is_for_scores_and_a_budget(arguments):
     assert torch.equal(model.l0prune_gates.log_alpha, before)
 
 
-@pytest.mark.slow
 def test_auto_is_the_best_score_of_each_kind_of_axis():
     model = gated(trained())
     switches = switches_of(model.l0prune_gates.plan)

@@ -66,7 +66,6 @@ def test_fisher_is_the_mean_of_the_batches_squares():
         torch.testing.assert_close(found[axis.slice], mean, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.slow
 def test_outputs_are_how_far_they_move_and_no_label_is_looked_at():
     """Σ_k (do_k/dz)² is Σ_k (VW)_ki²·x_i² for an input, Σ_k V_kj²·h_j² for a neuron."""
     model, batches = linear()
@@ -87,7 +86,6 @@ def test_outputs_are_how_far_they_move_and_no_label_is_looked_at():
     assert of_axis(model, found, "0")[2] == 0
 
 
-@pytest.mark.slow
 def test_a_network_that_learns_its_own_answers_has_no_slopes_but_moving_outputs():
     model, batches = linear()
     task = l0prune.with_pseudo_labels([x for x, _ in batches], copy.deepcopy(l0prune.ungate(model)))

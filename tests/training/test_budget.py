@@ -40,7 +40,6 @@ def test_every_step_takes_the_same_part_of_what_the_target_leaves():
     assert targets == pytest.approx([1, 0.5**0.25, 0.5**0.5, 0.5**0.75, 0.5, 0.5])
 
 
-@pytest.mark.slow
 def test_the_target_begins_at_what_is_left_already():
     model = gated()
     l0prune.fit(model, "params=0.7", l0prune.score(model, "magnitude"), fill=False)
@@ -54,7 +53,6 @@ def test_the_target_begins_at_what_is_left_already():
     assert float(other.targets) == float(budget.targets)
 
 
-@pytest.mark.slow
 def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
     model = gated()
     at(model, 9.0)  # all open: 1 of the dense count is expected
@@ -91,7 +89,6 @@ def test_a_multiplier_goes_by_the_excess_ten_steps_from_now():
     assert found[2] == 0
 
 
-@pytest.mark.slow
 def test_what_is_expected_follows_the_target_and_does_not_fall_far_below_it():
     """Gates descend a loss of their own by Adam. Without looking ahead it falls to 0.85 of it."""
     layers = nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 2)
@@ -218,7 +215,6 @@ def test_what_makes_no_sense_is_refused(arguments, why):
         Budget(gated(), "params=0.5", **arguments)
 
 
-@pytest.mark.slow
 def test_a_loop_of_ones_own_learns_which_slots_matter():
     teacher = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))
     model = gated()
@@ -251,7 +247,6 @@ class Beside(nn.Module):
         return self.head(x + self.branch(x).relu())
 
 
-@pytest.mark.slow
 def test_a_branch_that_was_decided_does_not_come_back_where_there_is_room():
     model = l0prune.gate(Beside(), torch.zeros(2, 4), branches=True)
     gates = l0prune.gates(model)

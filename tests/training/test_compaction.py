@@ -139,7 +139,7 @@ class Strided(Side):
 
 
 @pytest.mark.parametrize(("net", "out"), [(Side, "down"), (Side, "beside"), (Strided, "down")])
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
     model = without(net(), out)
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
@@ -161,7 +161,6 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
     assert differing(state, tensors(model)) == []
 
 
-@pytest.mark.slow
 def test_norms_within_a_closed_branch_count_nothing_there():
     model = without(Residual(), "branch.5")
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
@@ -171,7 +170,6 @@ def test_norms_within_a_closed_branch_count_nothing_there():
     small.end()
 
 
-@pytest.mark.slow
 def test_of_a_closed_branch_one_capture_is_enough_and_what_is_frozen_stays_so(monkeypatch):
     captured, surveyed = [], in_place.surveyed
     monkeypatch.setattr(
@@ -328,7 +326,6 @@ def test_gradients_and_moments_come_back(model):
             assert (mine - other).abs().max() <= EXACT
 
 
-@pytest.mark.slow
 def test_optimizers_that_come_one_after_the_other_all_follow(model):
     """Some loops name only those that step next."""
     halves = weights(model)[::2], weights(model)[1::2]
@@ -518,7 +515,6 @@ def test_a_cut_has_to_win_back_what_it_costs(model, steps_left, cuts, monkeypatc
     small.end()
 
 
-@pytest.mark.slow
 def test_a_gate_that_opens_while_its_slot_is_cut_brings_it_back(model):
     small = Compaction(model.train())
     small.look(1, begins=True)

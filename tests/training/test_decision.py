@@ -45,7 +45,7 @@ def gated(probability: float) -> nn.Module:
 
 
 @pytest.mark.parametrize(("probability", "stays"), [(0.45, False), (0.8, True)])
-@pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     model = gated(probability)
     _, seen = run(model, 30, branch_freeze_fraction=0.5, budget="params=0.9", gate_lr=0.01)
@@ -67,7 +67,6 @@ def test_with_decide_0_a_branch_stays_as_it_is(stays):
     assert seen == pytest.approx([0.999 if stays else 0.001] * 5, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_holds_branches_from_the_same_step_on():
     def pruner():
         settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}
@@ -94,7 +93,6 @@ def test_widths_go_on_learning():
     assert bool(moved.any())
 
 
-@pytest.mark.slow
 def test_under_a_price_branches_wait_for_the_widths():
     model = gated(0.8)
     gates = l0prune.gates(model)
@@ -191,7 +189,6 @@ def test_a_part_that_makes_no_sense(fraction):
         l0prune.Pruner(gated(0.5), steps=10, branch_freeze_fraction=fraction)
 
 
-@pytest.mark.slow
 def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on():
     model = gated(0.45)
     settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}

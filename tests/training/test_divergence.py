@@ -89,7 +89,6 @@ def test_gradient_is_that_of_the_divergence():
     torch.testing.assert_close(log_alpha.grad, again.grad)
 
 
-@pytest.mark.slow
 def test_without_data_the_gates_become_the_prior():
     model = gated()
     log_alpha = l0prune.gates(model).log_alpha

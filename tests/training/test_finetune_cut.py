@@ -51,7 +51,6 @@ def test_a_run_that_is_cut_learns_what_one_that_only_masks_does(make, way):
     assert_close(whole, cut, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.slow
 def test_gates_that_are_closed_for_good_are_cut_while_others_learn():
     _, late = finetuned(mlp, "settle")
     _, early = finetuned(mlp, "auto")
@@ -75,7 +74,6 @@ def test_what_raises_leaves_the_model_whole():
     assert [p.shape for p in model.parameters()] == shapes
 
 
-@pytest.mark.slow
 def test_what_hinders_a_cut_is_said_before_the_first_step(capsys):
     settings = {**COMMON, "epochs": 2, "progress": True}
     l0prune.finetune(mlp(), task(doubled()), **settings, distill=0.5, match="0")

@@ -94,7 +94,6 @@ def test_what_was_reported_last_is_what_the_model_does(compact, rounding):
     assert history.last["open"] == {axis.name: int(axis.open.sum()) for axis in gates.axes}
 
 
-@pytest.mark.slow
 def test_the_model_ends_with_its_averages():
     """With β = 0 the average is the last step; with β near 1 it lies on the way there."""
     start = tensors(gated(norm=False))
@@ -109,7 +108,6 @@ def test_the_model_ends_with_its_averages():
     assert differing(none, some) == list(none)
 
 
-@pytest.mark.slow
 def test_the_gates_stand_still_while_weights_settle():
     model = gated()
     seen = []
@@ -187,7 +185,6 @@ def test_a_loss_without_a_gradient_is_refused():
         finetune(gated(), task, epochs=1, progress=False)
 
 
-@pytest.mark.slow
 def test_the_seed_decides_the_outcome():
     def outcome(seed):
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before is of no matter
@@ -223,7 +220,6 @@ def test_it_learns_in_half_precision(autocast):
     assert math.isfinite(history.last["train_loss"])
 
 
-@pytest.mark.slow
 def test_inputs_loss_and_metric_may_be_anything():
     class Distance(nn.Module):
         def __init__(self):
@@ -375,7 +371,6 @@ def test_numbers_to_be_predicted_are_not_taken_for_classes(outputs):
     assert differing(before, tensors(model)) == []
 
 
-@pytest.mark.slow
 def test_a_regression_is_learned_and_reported_by_its_loss(tmp_path, capsys):
     model, examples = single()
     settings = {"epochs": 20, "batch_size": 30, "lr": 1e-2, "lam": 0, "out": tmp_path}

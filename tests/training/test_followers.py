@@ -124,7 +124,6 @@ def test_an_average_that_is_not_recognised_is_named_where_it_exceeds_the_budget(
     l0prune.export(model)
 
 
-@pytest.mark.slow
 def test_an_average_that_is_loaded_into_the_model_is_named_too():
     state = {}
 

@@ -83,7 +83,6 @@ def test_the_gate_stands_where_the_run_was_left(tmp_path):
     assert l0prune.gates(model).gate == annealed.at(10 / learning)  # the step under way is done
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_gate_only(tmp_path):
     with pytest.raises(Interrupted):
         run(tmp_path, 9, signal.SIGINT)

@@ -22,7 +22,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("parts", [2, 4, 30])
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 def test_micro_batches_are_the_step_of_the_whole_batch(parts):
     assert_same(outcome("adam", accumulate=parts), outcome("adam"))
 

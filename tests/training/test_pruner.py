@@ -177,7 +177,6 @@ def test_gates_of_their_own_optimizer_are_out_of_reach_of_any_other():
     assert pruner.gates.log_alpha not in theirs.state
 
 
-@pytest.mark.slow
 def test_gates_of_their_own_optimizer_learn_as_in_a_group_of_another():
     ends = []
     for taken in (False, True):
@@ -189,7 +188,7 @@ def test_gates_of_their_own_optimizer_learn_as_in_a_group_of_another():
 
 
 @pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.slow
+@pytest.mark.one_in(2)
 def test_accumulation_gives_the_same_gates(taken):
     """With gates that draw nothing: four quarters of a batch are the batch."""
     ends = []
@@ -208,7 +207,6 @@ def test_accumulation_gives_the_same_gates(taken):
     torch.testing.assert_close(*ends, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_scaled_loss_gives_the_same_gates():
     ends = []
     for scale in (1.0, 1024.0):
@@ -345,7 +343,6 @@ def test_a_scheduler_that_sets_the_rate_of_gates_is_the_cause_that_is_named(sche
     assert "gate_lr=0.2" in text
 
 
-@pytest.mark.slow
 def test_another_run_takes_the_gates_over():
     """Whatever became of the first one: its hook would keep their gradient from the second."""
     model, first, optimizer = made()

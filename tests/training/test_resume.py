@@ -196,7 +196,6 @@ def test_another_teacher_of_the_same_class_is_another_run(tmp_path):
         finetune(gated(), stopping(None), teacher=teacher, resume=True, **settings)
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_not_run_again(tmp_path):
     model, history = run(tmp_path)
     stopped = task("split", 0, signal.SIGINT)  # in the first step, if there were one
@@ -231,7 +230,6 @@ def test_another_run_does_not_go_on_with_this_ones_checkpoint(tmp_path):
     refused("other weights", model=model)
 
 
-@pytest.mark.slow
 def test_without_resume_a_run_begins_anew(tmp_path):
     run(tmp_path)
     model = gated()

@@ -53,7 +53,6 @@ def loaded(run, found):
         each.load_state_dict(state)
 
 
-@pytest.mark.slow
 def test_a_loop_of_ones_own_is_cut_while_its_gates_stand_and_whole_in_the_end(model):
     shapes = {name: p.shape for name, p in model.named_parameters()}
     l0prune.gates(model).fixed = False
@@ -102,7 +101,6 @@ def test_what_is_closed_before_the_first_step_of_an_own_loop_goes_after_it(model
     assert pruner.compaction.share < 0.9
 
 
-@pytest.mark.slow
 def test_what_was_made_whole_is_cut_again_at_the_next_look(model):
     pruner = l0prune.Pruner(
         model, steps=100, warmup=0, settle=60, compact="settle", say=print, lam=0.0
@@ -142,7 +140,6 @@ def test_a_copy_of_a_cut_model_computes_the_same_and_is_exported(copied, of, mod
     assert differing(tensors(model), whole) == []
 
 
-@pytest.mark.slow
 def test_part_of_a_cut_model_does_not_know_what_was_cut_off(model):
     trained(*started(model), 7)
     gates = copy.copy(l0prune.gates(model))

@@ -217,7 +217,6 @@ def stand(p):
     return torch.minimum(p, 1 - p).isclose(torch.tensor(1e-3), rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
     seen, model = chances(monkeypatch, budget="params=0.5")
     assert torch.equal(seen, seen[:1].expand_as(seen))
@@ -232,7 +231,7 @@ def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "settings", [{"branch_freeze_fraction": 0.7}, {"oneshot_fraction": 0.0}, {"only": True}]
 )
-@pytest.mark.slow
+@pytest.mark.one_in(3)
 def test_branches_learn_on_where_that_is_asked_or_widths_cannot_go_the_rest(settings, monkeypatch):
     seen, model = chances(monkeypatch, budget="params=0.5", **settings)
     assert not stand(seen[0]).all()
@@ -294,7 +293,6 @@ def residual():
 BUDGET = {"steps": 6, "budget": "params=0.5"}  # an epoch of 40 examples a step
 
 
-@pytest.mark.slow
 def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     expected = start_of(residual(), monkeypatch, budget="params=0.5")
     model = residual()
