@@ -7,22 +7,9 @@ from deadness import close_some, randomise
 from differences import difference, in_float64
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from zoo import Standardised
 
 import l0prune
-
-
-class Standardised(nn.Conv2d):
-    """As NFNets have it: rows of mean 0 and variance 1, times a gain."""
-
-    def __init__(self, *args, gain=True, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5) if gain else None
-
-    def forward(self, x):
-        scale = None if self.gain is None else (self.gain * 0.3).view(-1)
-        rows = self.weight.reshape(1, self.out_channels, -1)
-        weight = F.batch_norm(rows, None, None, weight=scale, training=True, eps=1e-6)
-        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, groups=self.groups)
 
 
 def cut(model, x):
