@@ -11,7 +11,7 @@
   ``refused``, which check how it ends. A process of its own (``commands.run``) loads torch for
   seconds: it is for a first start. What is about processes (groups, signals, hash seeds) has them
   forked from one that has loaded it (``processes.py``).
-- Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
+- Networks are in ``zoo.py`` and its tables, and go through ``conformance`` all the way. What
   is only read is captured or exported once a file; who changes a network makes its own.
 - That an export is exact is measured by the test itself (``differences.py``): a certificate exists
   only where it passed, so that looking at its numbers shows nothing.
@@ -128,9 +128,11 @@ def pytest_runtest_setup():
     """What is the same each time is done once, and what only makes numbers steadier for less long.
 
     For every ONNX file onnxscript reads the source of its whole library and torch the signatures of
-    it: half of the one or two seconds that a small file takes. torch.export looks for new operators
-    that compilers of C++ might have brought, four times a capture, and gathers a record of each
-    tensor for its trace log while anybody listens, as pytest does to logs that tell nobody else.
+    it: half of the one or two seconds that a small file takes. Each capture looks for caches in all
+    modules that are there, which takes longer than the capture itself once many packages are in
+    use. torch.export looks for new operators that compilers of C++ might have brought, four times a
+    capture, and gathers a record of each tensor for its trace log while anybody listens, as pytest
+    does to logs that tell nobody else.
     Files that are timed take turns for a second, and no test looks at times.
     """
     trace = logging.getLogger("torch.__trace")
@@ -147,6 +149,36 @@ def pytest_runtest_setup():
         function = getattr(sys.modules.get(module), name, None)
         if function is not None and not hasattr(function, "cache_info"):
             setattr(sys.modules[module], name, functools.cache(function))
+    if "torch.onnx" in sys.modules:  # a file enters and leaves 5,000 functions, each annotated anew
+        sys.modules["torch._ops"].Callable = Annotation("Callable", (), {})
+    caches = sys.modules.get("l0prune.capture.caches")
+    if caches is not None and not hasattr(caches._in, "__wrapped__"):
+        caches._in = remembered(caches._in)
+
+
+class Annotation(type):
+    """In place of ``Callable``: what is annotated by it makes no type for each pair of types."""
+
+    def __instancecheck__(cls, thing):
+        return callable(thing)
+
+    def __getitem__(cls, types):
+        return cls
+
+
+def remembered(caches_in):
+    """The caches of functions in a module of an installed package are those that it had before."""
+    known = {}
+
+    @functools.wraps(caches_in)
+    def find(names, module):
+        if "site-packages" not in (names.get("__file__") or ""):
+            return caches_in(names, module)
+        if (module, len(names)) not in known:
+            known[module, len(names)] = [*caches_in(names, module)]
+        return known[module, len(names)]
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,7 +24,16 @@ class ByWidth(nn.Module):
 
 
 class Fn(nn.Module):
-    """Named layers and a function that uses them."""
+    """Named layers and a function that uses them, which its pickles know within this process."""
+
+    runs: ClassVar[dict[int, Callable]] = {}
+
+    def __getstate__(self):
+        self.runs[id(self.run)] = self.run
+        return {**vars(self), "run": id(self.run)}
+
+    def __setstate__(self, state):
+        super().__setstate__({**state, "run": self.runs[state["run"]]})
 
     def __init__(self, forward, **layers):
         super().__init__()

@@ -25,7 +25,7 @@ def without_cached_tensors(model: nn.Module) -> Iterator[None]:
 
     They are those of functions and methods of all imported modules, and of the model's attributes.
     """
-    functions = [*_cached_functions(model)]
+    functions = [*dict.fromkeys(_cached_functions(model))]  # each is in many modules
     _clear(functions)
     try:
         yield

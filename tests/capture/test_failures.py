@@ -62,6 +62,7 @@ def test_what_is_kept_aside_and_not_used_is_no_matter():
     l0prune.survey(Remembering([small()]), X)
 
 
+@pytest.mark.slow
 def test_a_module_compiled_by_torchscript_is_named():
     with pytest.warns((FutureWarning, DeprecationWarning)):  # torch's own, of torch.jit
         model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from example_counts import costly
 from hypothesis import given
@@ -51,6 +52,7 @@ def test_a_program_computes_what_torch_does_at_any_length(layer):
         torch.testing.assert_close(program.module()(x), layer(x), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_programs_in_files_and_of_programs_keep_the_free_length():
     net = Fn(lambda m, x: m.r(x)[0], r=nn.GRU(3, 4, batch_first=True)).eval()
     first = Fn(lambda m, x: m.made(x), made=program_of(net, torch.randn(2, 5, 3)).module())

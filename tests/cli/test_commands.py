@@ -156,6 +156,7 @@ def test_a_stopped_run_goes_on(done, tmp_path, start):
     assert (tmp_path / "model.tuned.pt").exists()
 
 
+@pytest.mark.slow
 def test_survey_as_json_and_for_people(done, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     found, _ = done("survey", "model.pt", "--input", "1x1x8x8", "--json")
@@ -285,6 +286,7 @@ def test_a_model_that_cannot_be_pruned_says_so(refused, tmp_path):
     assert "no axis is left" in refused(1, "gate", "m.pt", "--input", "2x4", "--exclude", "*")
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met(done, refused, tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")
@@ -305,6 +307,7 @@ def test_a_budget_that_cannot_be_met(done, refused, tmp_path):
         (["--budget", "params=0.5", "--kind", "head"], "is of the kind 'head'"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_no_fit_can_do_is_said_before_data_is_read(done, refused, tmp_path, options, message):
     torch.save(network(), tmp_path / "model.pt")
     done(*GATE)
@@ -326,6 +329,7 @@ def test_where_results_go_is_looked_at_before_training(done, refused, tmp_path):
 
 
 @pytest.mark.parametrize("lam", ["-1/N", "0.1/M", "nothing=1"])
+@pytest.mark.one_in(3)
 def test_a_lambda_that_makes_no_sense(done, refused, tmp_path, lam):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "m.pt")

@@ -44,6 +44,7 @@ def test_whoever_watches_is_told_of_begin_and_end():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_export_tells_its_stages(tmp_path):
     seen: list[Stage] = []
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))

@@ -35,7 +35,7 @@ def test_the_residual_stream_is_cut_exactly(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_cut_decoder_generates_what_the_gated_one_does(name):
     """Gated with its default config, which returns a cache; its class stays, so it generates."""
     model, (args, kwargs) = zoo.build("transformers", f"{name}-lm")

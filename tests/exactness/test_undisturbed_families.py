@@ -76,7 +76,7 @@ def clip():
     return States(CLIPVisionModel(config), 24), torch.randn(2, 3, 8, 8)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [bert, clip])
 def test_hidden_states_are_collected_once(build):
     torch.manual_seed(0)

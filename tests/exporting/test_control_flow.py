@@ -104,6 +104,7 @@ def test_compiled_functions_run_with_lent_weights():
 @pytest.mark.parametrize(
     ("kind", "operator"), [(Recurrent, "scan"), (Choosing, "cond"), (Compiled, "")]
 )
+@pytest.mark.one_in(3)
 def test_it_is_cut_outside_and_whole_inside(kind, operator, tmp_path):
     torch.manual_seed(0)
     model, x = kind().eval(), torch.randn(3, 4, 5)

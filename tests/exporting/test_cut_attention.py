@@ -129,6 +129,7 @@ def test_an_encoder_whose_attention_stays_whole_runs_the_layers_that_it_has():
     assert type(dense.module.layers[0].linear1).__name__ == "PickedLinear"
 
 
+@pytest.mark.slow
 def test_an_encoder_that_is_the_whole_model_picks_single_inputs():
     dense = cut_encoder(encoder(enable_nested_tensor=False), branches=False)
     attention = dense.module.layers[0].self_attn
@@ -144,7 +145,7 @@ def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
 
 
 @pytest.mark.parametrize("include", ["*heads*", "*"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_file_of_it_loads(include, tmp_path):
     model, x = randomise(encoder(enable_nested_tensor=False)), torch.randn(2, 5, 16)
     close_some(l0prune.gate(model, x, include=include), seed=1)

@@ -97,7 +97,7 @@ def test_a_program_made_of_it_refuses_the_same(graph):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_a_graph_with_a_recurrent_cell_runs_with_gradients_recorded(kind):
     def forward(m, x):
         state = m.cell(torch.relu(m.a(x)))

@@ -63,7 +63,7 @@ def hidden_by_a_product(m, x):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_limit_of_a_dtype_follows_the_model(forward, dtype, tmp_path):
     torch.manual_seed(0)
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}

@@ -81,6 +81,7 @@ def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda module: module])
+@pytest.mark.one_in(2)
 def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):
     model, dense = exported(own_width)
     module = way(dense.module)
@@ -114,7 +115,7 @@ def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_fo
 
 @pytest.mark.parametrize("forward", [like_others, squeezed])
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_path):
     model, dense = exported(forward, batch)
     assert not dense.note
@@ -128,6 +129,7 @@ def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_p
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.one_in(2)
 def test_macs_are_those_of_one_example(batch):
     model = l0prune.gate(small().eval(), torch.randn(batch, 4))
     with as_graph():
@@ -230,6 +232,7 @@ class Pair:
 torch.export.register_dataclass(Pair, serialized_type_name="test_free_batch.Pair")
 
 
+@pytest.mark.slow
 def test_the_batch_of_an_input_that_is_a_registered_dataclass_is_free(tmp_path):
     net = Fn(lambda m, x: m.out(torch.relu(m.a(x["pair"].left) * m.b(x["pair"].right))))
     net.a, net.b, net.out = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(8, 3)

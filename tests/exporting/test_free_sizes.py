@@ -165,7 +165,7 @@ def compared(m, x):
         (compared, "if x.shape[0] > 3:"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_a_batch_that_the_code_fixes_is_said_with_the_line(forward, line):
     net, x = Fn(forward, a=nn.Linear(6, 8), out=nn.Linear(8, 2)).eval(), torch.randn(2, 5, 6)
     said = l0prune.survey(net, x, dynamic_shapes={}).fixed
@@ -242,6 +242,7 @@ class Positions(nn.Module):
         return self.out(patches + torch.arange(count, device=x.device)[:, None])
 
 
+@pytest.mark.slow
 def test_a_size_that_is_free_between_two_patches_alone_counts_as_fixed():
     """torch.export calls it symbolic: 8 and 9 take the same way."""
     model, free = Positions().eval(), FreeSizes(({1: "length"},))

@@ -152,7 +152,7 @@ def exported(inner, seed=1):
      HeadsInTheBatch, WrittenHeads, NormAndActivation],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(18)
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)
     assert dense.rebuilt
@@ -162,12 +162,14 @@ def test_it_keeps_its_class(make, seed):
     assert difference(model, dense, (torch.randn(3, 9, 6, dtype=torch.float64),)) < 1e-12
 
 
+@pytest.mark.slow
 def test_only_modules_that_need_it_are_given_sizes():
     dense, _, _ = exported(ReadsItsInput())
     assert dense._manifest["layers"] == {"1": "CutLayerNorm", "2": "GivenSizes"}
     assert all(GIVEN not in of for path, of in dense._manifest["attributes"].items() if path != "2")
 
 
+@pytest.mark.slow
 def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
     """Of qkv only whole heads are cut: 12 // heads would be another size."""
     model, x = network(ReadsItsInput())
@@ -183,7 +185,7 @@ def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
 
 
 @pytest.mark.parametrize("make", [ReadsItsInput, ScaledByHand])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_it_can_be_gated_again(make):
     dense, model, x = exported(make())
     again = l0prune.gate(copy.deepcopy(dense.module), x)

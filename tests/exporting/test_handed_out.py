@@ -54,6 +54,7 @@ def test_each_file_holds_what_the_module_has_learned_since(tmp_path):
     torch.testing.assert_close(run_onnx(file, x)[0], now, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_has_comparisons_of_its_own_weights_alone(tmp_path):
     dense = exported(build(), torch.randn(4, 6))
     (file,) = dense.save_onnx(tmp_path / "m.onnx")
@@ -75,6 +76,7 @@ def test_a_file_has_comparisons_of_its_own_weights_alone(tmp_path):
     assert torch.equal(weights["0.weight"], dense.module[0].weight)
 
 
+@pytest.mark.slow
 def test_a_setting_that_is_changed_is_in_the_file(tmp_path):
     net = Fn(lambda m, x: m.b(torch.relu(m.a(x)) * m.factor), a=nn.Linear(6, 8), b=nn.Linear(8, 2))
     net.factor = 1.0
@@ -86,6 +88,7 @@ def test_a_setting_that_is_changed_is_in_the_file(tmp_path):
     assert dense.changed
 
 
+@pytest.mark.slow
 def test_a_graph_is_written_as_it_is_too(tmp_path):
     net = Fn(lambda m, x: m.b(torch.relu(m.a(x)).view(-1, 8)), a=nn.Linear(6, 8), b=nn.Linear(8, 2))
     x = torch.randn(2, 6)

@@ -75,6 +75,7 @@ def test_an_export_writes_into_no_weight_of_the_user():
     assert theirs.isdisjoint(parameter.data_ptr() for parameter in small.module.parameters())
 
 
+@pytest.mark.slow
 def test_an_export_is_of_the_weights_at_its_time(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 6)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from deadness import close_some, randomise
 from differences import ROUNDED, difference, onnx_difference
-from models import Tied
 from torch import nn
 
 import l0prune
@@ -39,6 +38,7 @@ def exported(model, *args, exclude=("*.in",)):
     return model, l0prune.export(model)
 
 
+@pytest.mark.slow
 def test_heads_and_head_dims_that_attributes_repeat():
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     model, dense = exported(Attention().double(), x)
@@ -84,6 +84,7 @@ def test_queries_make_up_for_a_scale_that_follows_the_head():
     assert difference(model, dense, x) <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_layer_of_which_single_inputs_are_cut_picks_those_that_stay():
     model, dense = exported(Attention(), x := torch.randn(2, 5, 12), exclude=())
     qkv = dense.module.qkv
@@ -115,6 +116,7 @@ class AlsoARatio(Halves):
 
 
 @pytest.mark.parametrize("make", [Halves, AlsoARatio])
+@pytest.mark.one_in(2)
 def test_a_number_of_which_the_code_takes_a_part(make):
     """Of numbers of one value that which is called like a size."""
     model, dense = exported(make().double(), x := torch.randn(4, 5).double())
@@ -134,6 +136,7 @@ def test_the_module_goes_on_training():
     assert dense.module[3].weight.grad.shape[1] == dense.module[0].out_channels < 8
 
 
+@pytest.mark.slow
 def test_what_the_own_class_is_shown_to_compute_needs_no_capture(monkeypatch, tmp_path):
     """Only a program does."""
 
@@ -159,13 +162,6 @@ def test_a_program_is_compared_with_the_class_before_it_is_handed_out():
     state["proj.bias"] = nn.Parameter(state["proj.bias"] + 1)  # as if it were another model's
     with pytest.raises(CertificateError, match="program in float64"):
         _ = dense.program
-
-
-def test_tied_weights_stay_tied():
-    _, dense = exported(Tied(mix=False, bias=True), torch.randint(0, 20, (2, 5)), exclude=())
-    assert dense.rebuilt
-    assert dense.module.head.weight is dense.module.embed.weight
-    assert dense.module.embed.embedding_dim == dense.module.head.in_features < 12
 
 
 def test_what_only_training_uses_is_named():
@@ -262,6 +258,7 @@ def written(module):
     return 8
 
 
+@pytest.mark.slow
 def test_a_size_that_only_training_reads_is_found():
     _, dense = exported(Training(remembered), torch.randn(2, 6))
     assert dense.rebuilt
@@ -354,7 +351,7 @@ class Layerdrop(nn.Module):
 @pytest.mark.parametrize(
     "drop", [nn.Dropout(0.05), nn.AlphaDropout(0.05), nn.RReLU(), Shaken(), Layerdrop()]
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_what_is_drawn_in_training_is_no_reason_not_to_train(drop):
     _, dense = exported(Dropping(drop), torch.randn(1, 4))
     assert dense.rebuilt
@@ -409,6 +406,7 @@ class WithHead(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_sizes_that_no_forward_reads_are_told():
     _, dense = exported(WithHead(inner=24), torch.randn(2, 3, 8, 8), exclude=())
     module = dense.module
@@ -421,6 +419,7 @@ def test_sizes_that_no_forward_reads_are_told():
     assert module(torch.randn(2, 3, 8, 8)).shape == (2, 7)
 
 
+@pytest.mark.slow
 def test_sizes_of_two_meanings_are_left_and_named():
     class Two(nn.Module):
         def __init__(self):

@@ -58,6 +58,7 @@ def test_dims_in_another_order_stay_in_it():
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.one_in(2)
 def test_an_export_keeps_the_memory_format(memory, tmp_path):
     def build():
         layers = nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3)

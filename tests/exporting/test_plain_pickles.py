@@ -125,6 +125,7 @@ def test_what_torch_makes_of_it_computes_the_same(name, cut):
     assert copies == [type(each) for each in small.module.modules()]
 
 
+@pytest.mark.slow
 def test_other_sizes_and_calls_of_a_pickle(cut):
     """Its zeros follow the input; inputs are found by position and by keyword."""
     _, small, _ = cut("convolutional")
@@ -152,6 +153,7 @@ def pickled(module):
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 def test_a_loaded_pickle_is_cut_again(cut, tmp_path):
     """What stands for removed modules in it is a module like any other, and its cut is known."""
     make, *_ = NETWORKS["transformer"]

@@ -122,6 +122,7 @@ def test_a_scale_that_an_attribute_has_stays():
     assert l0prune.survey(model, X).no_class == ""
 
 
+@pytest.mark.slow
 def test_it_is_not_tried_where_it_cannot_be_or_is_not_asked():
     model = attention(as_stored)
     assert l0prune.survey(model, X, own_class=False).no_class is None

@@ -1,13 +1,8 @@
 """How an export is shown."""
 
-import pickle
-import pickletools
 import re
-from contextlib import nullcontext
 
-import pytest
 import torch
-from deadness import close_some, randomise
 from torch import nn
 
 import l0prune
@@ -32,28 +27,3 @@ def test_it_is_shown_in_a_line_and_in_a_notebook():
     assert html.startswith("<pre")
     for text in ("Cut", "Certificate", "float64", f"{dense.params}", "362"):
         assert text in html
-
-
-class Computed(nn.Module):
-    """Divides by a size: it cannot be of its own class."""
-
-    def forward(self, x):
-        return x / x.shape[-1]
-
-
-LAYERS_BETWEEN = {"": nn.ReLU, "CutLayerNorm": lambda: nn.LayerNorm(8), "DenseGraph": Computed}
-
-
-@pytest.mark.parametrize("kind", LAYERS_BETWEEN)
-def test_the_note_says_what_a_pickle_of_the_module_needs(kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), LAYERS_BETWEEN[kind](), nn.Linear(8, 2))
-    model = l0prune.gate(randomise(model).eval(), torch.randn(2, 6), exclude="*.in")
-    small = l0prune.export(close_some(model, seed=1))
-    assert small.widths["0"][0] < 8
-    with pytest.warns(match="this pickle holds") if kind else nullcontext():
-        pickled = pickle.dumps(small.module, protocol=2)
-    names = [argument for _, argument, _ in pickletools.genops(pickled)]
-    needs = any(str(name).startswith("l0prune.") for name in names)
-    assert needs is bool(kind)
-    assert (f"only loads where l0prune is installed, for {kind}:" in small.note) is needs

@@ -17,6 +17,7 @@ import l0prune
 from l0prune.files.cut_layers import SkippedModule, are_passed
 
 
+@pytest.mark.slow
 def test_a_class_goes_on_without_them():
     small = l0prune.export(gated(Net(), "blocks.2", "blocks.1"))
     assert small.rebuilt, small.note
@@ -106,6 +107,7 @@ class WithSelective(nn.Module):
         return self.head(F.relu(self.block(F.relu(self.stem(x)))).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_paths_side_by_side_halve_the_picture_once():
     model = gated(WithSelective(), "block")
     small = l0prune.export(model)
@@ -173,6 +175,7 @@ class WithNamed(nn.Module):
         return self.head((x + self.named(x)).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_module_may_have_attributes_of_its_own_by_any_name(tmp_path):
     model = gated(WithNamed(), "named")
     small = l0prune.export(model)
@@ -207,6 +210,7 @@ class WithTable(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
     model = gated(WithTable(), "last")
     small = l0prune.export(model)
@@ -301,7 +305,7 @@ class WithWindows(nn.Module):
 
 
 @pytest.mark.parametrize("block", ["first", "second"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
     model = gated(WithWindows(), f"{block}.mix")
     small = l0prune.export(model)

@@ -7,22 +7,9 @@ from deadness import close_some, randomise
 from differences import difference, in_float64
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from zoo import Standardised
 
 import l0prune
-
-
-class Standardised(nn.Conv2d):
-    """As NFNets have it: rows of mean 0 and variance 1, times a gain."""
-
-    def __init__(self, *args, gain=True, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5) if gain else None
-
-    def forward(self, x):
-        scale = None if self.gain is None else (self.gain * 0.3).view(-1)
-        rows = self.weight.reshape(1, self.out_channels, -1)
-        weight = F.batch_norm(rows, None, None, weight=scale, training=True, eps=1e-6)
-        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, groups=self.groups)
 
 
 def cut(model, x):
@@ -35,28 +22,6 @@ def cut(model, x):
 
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.slow
-def test_with_gains_rows_and_columns_are_cut(tmp_path):
-    model = nn.Sequential(
-        Standardised(3, 8, 3), nn.SiLU(), Standardised(8, 10, 1), nn.GELU(), Standardised(10, 4, 1)
-    )
-    dense = cut(model, X)
-    assert {name: size for name, (_, size) in dense.widths.items()} == {"0": 8, "2": 10}
-    assert "its forward computes something else" in dense.note
-    dense.save_onnx(tmp_path / "model.onnx")
-
-
-def test_in_groups():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 1),
-        nn.ReLU(),
-        Standardised(8, 12, 1, groups=4),
-        nn.ReLU(),
-        nn.Conv2d(12, 2, 1),
-    )
-    cut(model, X)
 
 
 def test_where_no_column_goes_the_class_stays():
@@ -86,40 +51,12 @@ def test_statistics_of_activations_pin():
     assert any("takes statistics over it" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_columns_are_cut_only_where_what_they_read_is_zero():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Softplus(), Standardised(8, 4, 1))
     reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
     assert any("not zero there" in reason for reason in reasons)
     assert not l0prune.survey(model, X).axes
-
-
-def test_weight_norms_over_what_is_cut():
-    model = nn.Sequential(
-        weight_norm(nn.Conv2d(3, 8, 3)),
-        nn.LeakyReLU(),
-        weight_norm(nn.Conv2d(8, 10, 1)),
-        nn.LeakyReLU(),
-        weight_norm(nn.Conv2d(10, 4, 1, groups=2)),
-    )
-    dense = cut(model, X)
-    assert sorted(size for _, size in dense.widths.values()) == [5, 8]
-
-
-def test_a_weight_norm_with_a_norm_for_each_position_of_the_kernel():
-    """As the positional convolution of wav2vec 2.0 has it, beside a residual stream."""
-
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.read = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 4, 1)
-            self.conv = weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
-
-        def forward(self, x):
-            x = self.embed(x)
-            return self.read(F.layer_norm((x + F.gelu(self.conv(x))).mT, (8,)).mT)
-
-    dense = cut(Positions(), torch.randn(2, 3, 5))
-    assert dense.widths
 
 
 def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
@@ -131,6 +68,7 @@ def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
     torch.testing.assert_close(small.module(X), model(X))
 
 
+@pytest.mark.slow
 def test_a_branch_that_ends_in_a_weight_norm_goes_by_its_norms():
     """Weights of zero have the norm zero, and 0/0 is no number."""
 

@@ -123,6 +123,7 @@ def test_a_buffer_becomes_an_input_and_an_output(tmp_path):
     assert json.loads(facts["l0prune.state"]) == ["echo"]
 
 
+@pytest.mark.slow
 def test_the_program_keeps_it_by_itself(tmp_path):
     model, x = Delayed(), torch.randn(2, 5)
     small = smaller(model, (x,))
@@ -172,6 +173,7 @@ def test_a_plain_attribute_that_the_next_call_reads_is_refused_by_its_name(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_no_answer_needs_is_no_state(tmp_path):
     model = Counting()
     small = smaller(model, (torch.randn(2, 5),))

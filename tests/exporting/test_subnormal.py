@@ -121,6 +121,7 @@ class Divided(nn.Module):
         return self.b(torch.relu(self.a(x)) * 1e-35 / self.scale)
 
 
+@pytest.mark.slow
 def test_what_is_divided_by_stays(tmp_path):
     model, x = randomise(Divided()).eval(), torch.randn(2, 4)
     model.scale.fill_(1e-40)

@@ -80,6 +80,7 @@ def test_a_file_that_cannot_be_timed_is_written_all_the_same(tmp_path, timed, mo
     assert not small.note
 
 
+@pytest.mark.slow
 def test_the_dense_network_is_written_once_and_without_its_weights(monkeypatch):
     written = []
     write = times.write_runnable

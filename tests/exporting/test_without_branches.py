@@ -25,6 +25,7 @@ def operators(graph_module):
     return Counter(operator_name(node.target).removeprefix("aten.") for node in nodes)
 
 
+@pytest.mark.slow
 def test_with_open_switches_nothing_changes():
     model = randomised(Net())
     before = model(X)
@@ -36,7 +37,7 @@ def test_with_open_switches_nothing_changes():
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("closed", [("blocks.0",), ("blocks.2", "blocks.1"), BLOCKS])
-@pytest.mark.one_in(6)
+@pytest.mark.slow
 def test_closed_branches_are_gone(closed, writes, tmp_path):
     model = gated(Net(writes), *closed)
     small = l0prune.export(model)
@@ -76,6 +77,7 @@ class Written(nn.Module):
 
 
 @pytest.mark.parametrize("into_the_sum", [True, False])
+@pytest.mark.one_in(2)
 def test_what_is_written_in_place_later_changes_neither_stream_nor_sum(into_the_sum):
     model = gated(Written(into_the_sum), "inner")
     assert branches_of(model) == ["inner"]
@@ -100,6 +102,7 @@ class Steps(nn.Module):
         return self.head(torch.cat([values[0], values[2]], 1))
 
 
+@pytest.mark.slow
 def test_what_is_written_in_place_for_nobody_goes_with_its_branch():
     model = gated(Steps(), "layers")
     assert branches_of(model) == ["layers"]
@@ -126,7 +129,7 @@ class Centred(nn.Module):
 
 
 @pytest.mark.parametrize("closed", [("first",), ("second",), ("first", "second")], ids=" and ".join)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_averages_over_a_stream_know_where_it_is_zero_without_its_branches(closed):
     model = gated(Centred(), *closed)
     assert set(branches_of(model)) == {"first", "second"}
@@ -150,6 +153,7 @@ def test_by_name_or_glob_and_beside_axes():
             l0prune.gate(Net().eval(), X, **wrong)
 
 
+@pytest.mark.slow
 def test_a_gated_model_keeps_its_switches():
     model = gated(Net(), "blocks.0")
     plan = l0prune.gates(model).plan

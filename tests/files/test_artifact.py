@@ -157,6 +157,7 @@ def test_memory_format_stays(tmp_path):
     assert {name: weight.stride() for name, weight in loaded.named_parameters()} == before
 
 
+@pytest.mark.slow
 def test_weights_are_stored_once(tmp_path):
     for model in (nn.Sequential(nn.Linear(1000, 250), nn.ReLU(), nn.Linear(250, 2)), Large()):
         gate(model, torch.randn(2, 1000))

@@ -78,6 +78,7 @@ def test_the_file_of_the_last_cut_fits_the_original(between, tmp_path):
     torch.testing.assert_close(l0prune.resize(third, tmp_path / "2").eval()(X) + 1, model(X))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_cut_again(tmp_path):
     torch.manual_seed(0)
     cut_again(randomise(Net()).eval(), ROUNDS[0]).save(tmp_path / "first.pt")

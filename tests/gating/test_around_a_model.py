@@ -29,7 +29,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_the_model_in_a_wrapper_is_surveyed_gated_and_exported(wrap):
     model = network()
     wrapped = wrap(model).eval()

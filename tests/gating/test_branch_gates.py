@@ -65,7 +65,7 @@ def test_a_branch_in_a_closed_branch_costs_nothing():
 
 
 @pytest.mark.parametrize("how", ["taylor", "fisher", "magnitude", "group-magnitude", "bn-scale"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_depth_by_a_score(how):
     """Only branches have gates: the classical cut of whole blocks."""
     model = gated(include=[])

@@ -64,6 +64,7 @@ def masked(plain):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.one_in(2)
 def test_a_buffer_reads_as_its_product_and_stays_one(persistent):
     model, plain = gated(persistent=persistent)
     assert dict(model.named_buffers())["table"] is model._buffers["table"]
@@ -89,6 +90,7 @@ def test_ungated_it_is_what_came_in():
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.one_in(2)
 def test_copies_are_gated_alike(again):
     model, _ = gated()
     other = again(model)

@@ -60,6 +60,7 @@ def slowly(monkeypatch, model, x, **how):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.one_in(18)
 def test_gradients_are_those_of_gated_weights(kind, shape, bias, used, monkeypatch):
     model, x = model_of(kind, SHAPES[shape], bias=bias)
     wanted = slowly(monkeypatch, model, x)

@@ -136,6 +136,7 @@ def test_equal_blocks_compiled_one_by_one_share_their_code():
 
 
 @part_compiled
+@pytest.mark.slow
 def test_a_compiled_submodule_on_its_own_follows_the_gates():
     model = gated(mlp(), mlp_plan())
     layer, x = model[2], torch.randn(5, 8)

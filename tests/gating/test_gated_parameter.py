@@ -28,6 +28,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.one_in(5)
 def test_what_is_written_lands_in_the_parameter(name):
     model, plain = gated()
     with torch.no_grad():
@@ -113,6 +114,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("how", REPLACEMENTS)
+@pytest.mark.one_in(2)
 def test_a_layer_that_is_made_from_a_gated_one_says_in_which_order_it_goes(how):
     model, x = Normed().eval(), torch.randn(2, 3, 8, 8)
     l0prune.gate(model, x)

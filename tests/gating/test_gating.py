@@ -82,7 +82,7 @@ def close_half(model: nn.Module) -> None:
 
 
 @models
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
     model, x = make().eval(), example()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
 
 
 @models
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_gates_multiply_what_the_plan_says_and_nothing_else(make, example):
     model = make().double().eval()
     x = example()

@@ -30,7 +30,7 @@ def gated(name):
 
 
 @pytest.mark.parametrize("name", NORMED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @torch.no_grad()
 def test_any_axes_may_be_closed(name):
     model, x = gated(name)
@@ -101,6 +101,7 @@ X = (torch.randn(2, 4),)
         (lambda h: F.normalize(h, dim=1), False),
     ],
 )
+@pytest.mark.one_in(2)
 def test_of_activations(by, keeps):
     model = Fn(lambda m, x: m.b(by(m.a(x))), a=nn.Linear(4, 6), b=nn.Linear(6, 2))
     found = l0prune.survey(model.eval(), X, own_class=False)

@@ -392,6 +392,7 @@ def test_copies_make_their_own() -> None:
     close(step(other), step(model))
 
 
+@pytest.mark.slow
 def test_launches_do_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gated step starts as many kernels more than a plain one, however deep the model is."""
     from benchmarks.kernels import count, step_of

@@ -93,6 +93,7 @@ CONV = 4 * 4 * 9 + 4
     ],
     ids=["the last layer and its bias", "a norm", "a scale", "one factor of a product"],
 )
+@pytest.mark.one_in(4)
 def test_what_makes_a_branch_zero(model, name, tensors, size):
     assert found(model) == [(name, tensors, size)]
 
@@ -108,6 +109,7 @@ def test_what_makes_a_branch_zero(model, name, tensors, size):
         (lambda x, a: x + a(F.relu_(x)), ("a",), ["block.a"]),
     ],
 )
+@pytest.mark.one_in(3)
 def test_which_operand_of_a_sum_it_is(join, layers, expected):
     made = {name: nn.Conv2d(4, 4, 1) if name == "short" else conv() for name in layers}
     assert names(Stream(join, **made)) == expected
@@ -126,6 +128,7 @@ def test_which_operand_of_a_sum_it_is(join, layers, expected):
         (lambda x, a: kept(x, a), "it is written into a part of something that is read"),
     ],
 )
+@pytest.mark.one_in(8)
 def test_what_is_no_branch(join, why):
     assert names(Stream(join, a=conv())) == [], why
 
@@ -139,12 +142,14 @@ def test_what_is_no_branch(join, why):
     ],
     ids=["broadcast", "one layer twice", "times a number"],
 )
+@pytest.mark.one_in(3)
 def test_what_is_one_all_the_same(join):
     assert [tensors for _, tensors, _ in found(Stream(join, a=conv()))] == [
         ("block.a.weight", "block.a.bias")
     ]
 
 
+@pytest.mark.slow
 def test_a_branch_in_a_branch():
     model = Stream(
         lambda x, a, b, c: x + c((y := a(x)) + b(y)), a=conv(4, 8), b=conv(8, 8), c=conv(8, 4)
@@ -325,6 +330,7 @@ def test_a_path_of_several_layers_goes_as_a_whole():
     assert made_of(model) == [("block", ("block.b",), 6 * 4 * 9 + 6 + 6 * 6 * 9 + 6)]
 
 
+@pytest.mark.slow
 def test_what_is_read_again_and_again_beside_others():
     """As in a DenseNet: each layer reads the stem and all layers before it."""
 
@@ -369,6 +375,7 @@ def test_what_is_no_branch_of_a_concatenation(join, why):
     assert [axes for _, axes, _ in made_of(Stream(join, 8, a=conv())) if axes] == [], why
 
 
+@pytest.mark.slow
 def test_a_path_that_cannot_be_cut_is_none():
     """Whatever reads the maps by number keeps them all."""
     for join, is_one in (

@@ -46,12 +46,14 @@ def closing(model):
     return {plan.axes[a].name: plan.axes[b].name for a, b in plan.closing.items()}
 
 
+@pytest.mark.slow
 def test_what_may_close_is_all_that_a_branch_gives_and_for_it_alone():
     assert closing(gated()) == {"up": "down", "beside": "beside.branch"}
     # a bias is added without any input, too; the stream and the head's inputs are others' as well
     assert closing(gated(bias=True)) == {"beside": "beside.branch"}
 
 
+@pytest.mark.slow
 def test_the_survey_names_them():
     found = l0prune.survey(randomise(Stream(False).double()), X)
     assert found.to_dict()["closing"] == closing(gated())
@@ -79,6 +81,7 @@ def test_without_a_switch_one_slot_stays():
 
 
 @pytest.mark.parametrize("axis", ["up", "beside"])
+@pytest.mark.one_in(2)
 def test_what_is_left_is_exact_without_the_branch(axis):
     model = without(gated(), axis)
     small = l0prune.export(model)
@@ -90,6 +93,7 @@ def test_what_is_left_is_exact_without_the_branch(axis):
     assert small.params == sum(p.numel() for p in small.module.parameters())
 
 
+@pytest.mark.slow
 def test_fit_closes_the_last_slot_of_what_matters_least():
     model = gated()
     plan = l0prune.gates(model).plan

@@ -43,7 +43,7 @@ def network(of):
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_what_torch_makes_of_others_is_cut_exactly(name):
     torch.manual_seed(0)
     model, x = in_float64(*network(COMPOSITES[name]))
@@ -85,6 +85,7 @@ def test_results_of_a_call_with_several_are_renamed_everywhere():
     "of",
     [lambda h: h.kthvalue(2, 0)[0], lambda h: torch.cdist(h, h), lambda h: torch.fft.rfft(h).abs()],
 )
+@pytest.mark.one_in(3)
 def test_what_cannot_be_taken_apart_for_good_stays(of):
     model = Fn(lambda m, x: of(m.a(x)), a=nn.Linear(4, 3)).eval()
     program = capture(model, (torch.randn(5, 4),)).program

@@ -84,6 +84,7 @@ def test_a_graph_with_such_weights_takes_every_batch(name):
         torch.testing.assert_close(small.module(other), model(other), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_note_says_that_the_axes_differ(monkeypatch):
     """Where the plans differ for all that, the graph is the example's, and torch is not blamed."""
     true, asked = capture_parts._same_gates, []

@@ -88,6 +88,7 @@ def test_what_the_code_between_the_parts_reads_stays(read):
     assert any(reason.startswith("the code around the part reads a.") for reason in pins)
 
 
+@pytest.mark.slow
 def test_a_look_at_the_dtype_or_at_the_part_itself_keeps_nothing_whole():
     def cast(self, x):
         return x.to(self.a[0].weight.dtype).to(next(self.parameters()).device) * len(self.a)

@@ -64,6 +64,7 @@ def test_bytes_are_those_of_the_dtype():
     assert [size for size, _, _ in doubles] == [2 * INPUT, 2 * FIRST, 2 * FIRST, 2 * LAST]
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_run_one_after_the_other():
     class Two(Broken):
         def __init__(self):

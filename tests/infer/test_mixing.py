@@ -83,6 +83,7 @@ def test_shares_that_a_softmax_normalised_all_stay():
     assert torch.allclose(small.module(again), model(again), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_matrix_that_the_input_multiplies_has_no_kernels():
     layers = {"first": nn.Linear(6, 4), "table": nn.Parameter(torch.randn(4, 3))}
 

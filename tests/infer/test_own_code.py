@@ -36,6 +36,7 @@ def shown(plan, dims):
     return [show(dim, plan.names) for dim in dims]
 
 
+@pytest.mark.slow
 def test_sizes_that_one_attribute_gives_are_kept_alike():
     plan = plan_of(nn.Sequential(Heads()), torch.randn(2, 5, 12))
     assert shown(plan, plan.code.sizes["0"]) == ["0.q.head_dim", "0.v.head_dim"]
@@ -71,6 +72,7 @@ def test_a_size_that_an_input_has_is_no_number_of_the_code():
     assert shown(plan, plan.code.sizes["1"]) == ["1"]
 
 
+@pytest.mark.slow
 def test_pieces_of_one_size_stay_alike():
     net = Fn(
         lambda m, x: m.out(torch.mul(*m.a(x).chunk(2, -1)) * m.a(x).chunk(2, -1)[0].sigmoid()),

@@ -70,6 +70,7 @@ def test_the_largest_parts_that_can_be_captured_are_surveyed():
     assert found.to_dict()["parts"] == list(found.plan.parts)
 
 
+@pytest.mark.slow
 def test_macs_are_those_of_one_image_over_all_calls():
     """The stem runs once for each of two images; the refinement four times on what is kept."""
     model = detector()
@@ -129,6 +130,7 @@ def test_a_part_whose_name_is_no_file_name_is_written_beside_the_others(tmp_path
         assert file.name.startswith("model.layers.")
 
 
+@pytest.mark.slow
 def test_gates_survive_a_file_and_a_training_step(tmp_path):
     model = l0prune.gate(detector(), (torch.stack(images()),))
     optimizer = torch.optim.Adam(l0prune.param_groups(model))
@@ -161,6 +163,7 @@ def test_a_part_whose_class_does_not_fit_runs_as_its_graph():
     torch.testing.assert_close(model(images(5)), small.module(images(5)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_two_parts_share_stay_whole():
     model = detector()
     model.head[0] = nn.Linear(6, 12)
@@ -245,6 +248,7 @@ def test_parts_in_containers_and_weights_that_others_read(kind, axes):
     torch.testing.assert_close(model(x), small.module(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_survey_leaves_the_example_the_buffers_and_the_generator_alone():
     class Counting(InAList):
         def __init__(self):

@@ -60,7 +60,7 @@ def _seed():
 
 
 @pytest.mark.parametrize("settings", EVERY, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_closed_units_are_dead(settings):
     module = network(*settings)
     plan, error = relative_effect_of_dead_slots(module, (X.double(),))

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from averages import AVERAGES
-from deadness import close_some, randomise, relative_effect_of_dead_slots
-from made_weights import MADE_WEIGHTS
+from deadness import randomise, relative_effect_of_dead_slots
 from models import Tied
-from networks import CASES, Fn
-from reordered import REORDERED
-from selections import SELECTIONS
-from spectra import SPECTRA
+from networks import Fn
 from torch import nn
+from zoo import TABLES
 
 import l0prune
-
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SELECTIONS, **SPECTRA}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +19,7 @@ def found(request):
     """The plan of a network, its axes as one expects them, and what dead slots still change."""
     if request.param == "with_a_tangent" and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11 does not export a jvp")
-    module, shape, sizes = ALL[request.param]
+    module, shape, sizes = TABLES[request.param]
     plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(shape),))
     return plan, sizes, error
 
@@ -44,13 +38,13 @@ def test_activations_in_place_are_elementwise():
     assert [axis.size for axis in plan.axes] == [6, 4]
 
 
-@on(ALL)
+@on(TABLES)
 @pytest.mark.one_in(5)
 def test_closed_slots_are_dead(found):
     assert found[2] <= 1e-12
 
 
-@on([name for name, case in ALL.items() if case[2]])
+@on([name for name, case in TABLES.items() if case[2]])
 @pytest.mark.one_in(5)
 def test_axes_found(found):
     plan, sizes, _ = found
@@ -133,37 +127,3 @@ def test_a_one_hot_code_is_no_axis():
     assert error <= 1e-12
     reasons = {pin.where: pin.reason for pin in plan.pins}
     assert reasons["c.weight dim 1"] == "it is a one-hot code"
-
-
-def per_sample_kernels(m, x):
-    n, h = x.shape[0], torch.relu(m.a(x))
-    kernels = m.k(h.flatten(1)).view(n * 2, 4, 3, 3)
-    y = F.conv2d(h.reshape(1, n * 4, 6, 6), kernels, groups=n, padding=1)
-    return m.b(y.view(n, 2, 6, 6))
-
-
-def heads_in_the_batch_of_a_grid(m, x):
-    n, grid = x.shape[0], torch.linspace(-1, 1, 4 * 6 * 2, dtype=x.dtype).view(1, 4, 6, 2)
-    y = F.grid_sample(m.v(x).view(n * 2, 4, 6, 6), grid.expand(n * 2, 4, 6, 2), align_corners=False)
-    return m.o(y.reshape(n, 8, 4, 6))
-
-
-def a_branch_of_the_graphs(m, x):
-    h = torch.relu(m.c(x))
-    return m.b(m.d(torch.cond(x.sum() > 0, torch.sin, torch.cos, (h,))))
-
-
-@pytest.mark.parametrize(
-    "forward", [per_sample_kernels, heads_in_the_batch_of_a_grid, a_branch_of_the_graphs]
-)
-@pytest.mark.one_in(3)
-def test_what_is_gated_is_exported(forward):
-    layers = {
-        "a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(2, 3, 1), "k": nn.Linear(144, 72),
-        "v": nn.Conv2d(3, 8, 1), "o": nn.Conv2d(8, 4, 1),
-        "c": nn.Conv2d(3, 6, 1), "d": nn.Conv2d(6, 2, 1),
-    }  # fmt: skip
-    model, x = randomise(Fn(forward, **layers)).double().eval(), torch.randn(2, 3, 6, 6).double()
-    small = l0prune.export(close_some(l0prune.gate(model, x)))
-    with torch.no_grad():
-        torch.testing.assert_close(small.module(x), model(x), rtol=1e-10, atol=1e-12)

@@ -95,6 +95,7 @@ CROSSED = {
 
 
 @pytest.mark.parametrize("name", CROSSED)
+@pytest.mark.one_in(2)
 def test_zeros_of_another_dim_do_not_count(name):
     module = Fn(
         lambda m, x: m.b(CROSSED[name](m, m.a(x)).sum(1, keepdim=True)),
@@ -139,6 +140,7 @@ def test_a_sum_makes_up_for_what_closed_slots_leave_alike(name):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False)])
+@pytest.mark.one_in(2)
 def test_a_norm_is_read_without_a_weight_and_gated_where_it_shifts(norm):
     """Post-norm: the stream is what a LayerNorm wrote, so its weight and bias carry gates."""
     layers = {"a": nn.Linear(10, 8), "first": norm, "b": nn.Linear(8, 8)}

@@ -21,6 +21,7 @@ def with_adapters(model):
     return peft.get_peft_model(model, wanted).eval()
 
 
+@pytest.mark.slow
 def test_adapters_first_are_cut_and_merge():
     model, (args, kwargs) = zoo.build("transformers", "bert")
     adapted = with_adapters(model)
@@ -64,6 +65,7 @@ class Residual(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.slow
 def test_adapters_merge_where_a_branch_is_gone():
     """Also those that peft has put on layers inside a module that is skipped."""
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_transformers_names_the_gates_that_it_leaves_out(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
@@ -50,6 +51,7 @@ def test_transformers_names_the_gates_that_it_leaves_out(folder, caplog, monkeyp
     assert KEY in caplog.text
 
 
+@pytest.mark.slow
 def test_torch_refuses_them_or_names_them():
     state = gated().state_dict()
     with pytest.raises(RuntimeError, match=KEY):
@@ -69,6 +71,7 @@ def test_what_l0prune_loads_is_refused_with_the_way_on(folder, tmp_path):
         l0prune.load_model(f"{tmp_path}/net.py:net", f"{tmp_path}/net.pt")
 
 
+@pytest.mark.slow
 def test_gated_again_the_model_takes_them(folder):
     model = transformers.BertForSequenceClassification.from_pretrained(folder)
     wanted = gated()

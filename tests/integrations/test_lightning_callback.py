@@ -72,6 +72,7 @@ def trained(
     return network, pruner, trainer
 
 
+@pytest.mark.slow
 def test_a_run_meets_its_budget_and_exports(tmp_path):
     network, pruner, trainer = trained(tmp_path, gradient_clip_val=0.1)
     small = l0prune.export(network)
@@ -92,6 +93,7 @@ def test_accumulation_gives_the_same_gates(tmp_path):
     torch.testing.assert_close(*ends, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_gates_are_in_no_state_of_its_optimizer(tmp_path):
     _, pruner, trainer = trained(tmp_path)
     (optimizer,) = trainer.optimizers

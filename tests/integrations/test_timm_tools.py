@@ -21,6 +21,7 @@ def gated():
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.7])
+@pytest.mark.one_in(2)
 def test_its_optimizers_do_not_decay_gates(layer_decay):
     model = gated()
     optimizer = optim.create_optimizer_v2(

@@ -114,6 +114,7 @@ def test_a_run_meets_its_budget_and_exports(tmp_path):
     assert {"l0/open", "l0/expected_macs", "l0/multiplier:params=0.6"} <= logged.keys()
 
 
+@pytest.mark.slow
 def test_accumulation_gives_the_same_gates(tmp_path):
     """With gates that draw nothing; of BERT's loss the Trainer itself makes a sum."""
     ends = []
@@ -141,6 +142,7 @@ class Norms(transformers.TrainerCallback):
         self.states.append(self.pruner.gates.log_alpha in optimizer.optimizer.state)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_clipped_and_decayed(tmp_path):
     """The norm of the weights after clipping is the one that was asked: the gates had no part."""
     model = gated()
@@ -212,6 +214,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_folder_that_is_named(tmp_pat
     assert differing(tensors(whole), tensors(again)) == []
 
 
+@pytest.mark.slow
 def test_a_language_model_is_exported_as_it_was_gated(tmp_path):
     """The Trainer switches its cache off, which would make another graph."""
     model, _, made = trained(tmp_path, gated(llama), data=TEXTS, save_strategy="no")

@@ -48,6 +48,7 @@ def padded(rows):
 LOADER = DataLoader(ROWS, batch_size=10, collate_fn=padded)  # 10, 10 and 3 examples
 
 
+@pytest.mark.slow
 def test_batches_of_a_collator_are_learned_from():
     model = gated()
     history = l0prune.finetune(model, (LOADER, LOADER), **QUIET)
@@ -61,6 +62,7 @@ def test_batches_of_a_collator_are_learned_from():
     assert l0prune.score(model, "taylor", LOADER).sum() > 0
 
 
+@pytest.mark.slow
 def test_a_collator_of_the_library():
     batches = [transformers.default_data_collator([{**r, "input_ids": [3] * 8} for r in ROWS])]
     assert "labels" in batches[0]
@@ -90,6 +92,7 @@ def without_more():
     return Plain()
 
 
+@pytest.mark.slow
 def test_a_regression_of_transformers_reports_its_loss_alone():
     batches = [{**batch, "labels": batch["labels"].float()} for batch in LOADER]
     history = l0prune.finetune(gated(labels=1), (batches, batches), **QUIET)
@@ -99,11 +102,13 @@ def test_a_regression_of_transformers_reports_its_loss_alone():
     assert history.last["test_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_needs_a_loss():
     with pytest.raises(UsageError, match="not a tensor of class scores; give a loss"):
         l0prune.finetune(gated("BertModel"), LOADER, **QUIET)
 
 
+@pytest.mark.slow
 def test_what_is_to_be_found_may_be_two_labels():
     def where(batch):
         batch = dict(batch)

@@ -72,6 +72,7 @@ def test_no_number_of_a_recipe_is_endless(override):
         recipe_files.load("digits-lenet", [override, *more])
 
 
+@pytest.mark.slow
 def test_functions_refuse_what_no_machine_has():
     model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 4)
     for given in ({"seed": 10**30}, {"seed": -1}, {"jitter": math.inf}, {"jitter": 10**400}):

@@ -122,6 +122,7 @@ def test_it_is_what_the_exported_graph_fills(peak, make):
     assert real[0] > real[1]
 
 
+@pytest.mark.slow
 def test_a_budget_in_memory_is_met(peak):
     share = 0.6
     model, x = gated(residual)

@@ -61,6 +61,7 @@ def switch_names(plan):
     return [axis.name for axis in plan.axes if axis.kind == "branch"]
 
 
+@pytest.mark.slow
 def test_a_switch_that_is_not_selected_is_as_if_it_had_never_been(plain, plan):
     for name in switch_names(plan):
         others = [each for each in plan.names if each != name]
@@ -135,6 +136,7 @@ def test_nothing_is_narrow_where_nothing_is_closed(plan):
     assert torch.equal(with_all_branches(plan, kept), kept)
 
 
+@pytest.mark.slow
 def test_branches_alone_may_be_gated():
     """Axes that stay whole go with the branch all the same."""
     x = torch.randn(3, 6)

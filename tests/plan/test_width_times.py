@@ -75,6 +75,7 @@ def plan():
     return l0prune.gates(model).plan
 
 
+@pytest.mark.slow
 def test_the_plan_tells_which_kinds_of_layers_an_axis_meets(plan):
     found = dict(zip((axis.size for axis in plan.axes), kinds_of_layers(plan), strict=True))
     assert found[32] == {CONV, DEPTHWISE, POINTWISE}

@@ -56,6 +56,7 @@ def fitted(model, budget):
         ("both: width=5", {"stem.0": 6, "both": 5}),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_layer_is_meant_by_its_path(budget, expected):
     model = gated(Halves, 6)
     if expected is None:
@@ -102,6 +103,7 @@ def test_heads_are_counted_by_a_measure_of_their_own():
         fitted(model, "linear1: heads=2")
 
 
+@pytest.mark.slow
 def test_widths_that_code_needs_alike_are_cut_together():
     """Neither half could be cut while the other was whole."""
     torch.manual_seed(0)
@@ -147,6 +149,7 @@ class Residual(nn.Module):
         (["blocks.0.0", "head"], {"stem", "blocks.0.0", "blocks.0", "head.0"}),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_layer_that_is_kept_stays_whole_on_all_sides(keep, gone):
     axes = {
         "stem",
@@ -166,6 +169,7 @@ def test_a_layer_to_keep_that_is_not_there_is_a_mistake():
 
 
 @pytest.mark.parametrize("name", ["blocks.0.0", "blocks.1.2", "head.0"])  # 1.2 writes the stream
+@pytest.mark.one_in(3)
 def test_slots_of_ones_own_are_open_and_no_others(name):
     model = l0prune.gate(Residual().eval(), torch.randn(2, 3, 2, 2), branches=False)
     gates = l0prune.gates(model)

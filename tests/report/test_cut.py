@@ -32,6 +32,7 @@ def exported():
     return model, l0prune.export(model)
 
 
+@pytest.mark.slow
 def test_widths_and_params_are_those_of_the_exported_modules(exported):
     model, dense = exported
     old, new = dict(model.named_modules()), dict(dense.module.named_modules())
@@ -88,6 +89,7 @@ def test_positions_do_not_count_as_width():
     assert (side.before, side.after) == (8, layers["up"].output.after)
 
 
+@pytest.mark.slow
 def test_heads_are_counted_and_numbered():
     torch.manual_seed(0)
     network = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)

@@ -88,6 +88,7 @@ def test_sides_name_their_axes_or_the_module_in_the_way():
     assert (found["2"].params_reachable, found["3"].macs_reachable) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_side_that_is_covered_in_part():
     model = Fn(
         lambda m, x: m.c(torch.cat([m.a(x), m.b(x).softmax(1)], 1)).mean((2, 3)),
@@ -116,6 +117,7 @@ def test_grouped_and_transposed_convolutions():
     assert found["2"].input.axes == found["1"].output.axes == found["3"].input.axes
 
 
+@pytest.mark.slow
 def test_bare_weights_embeddings_and_tied_ones():
     found = layers(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2, 5, 32)
     raw = found["self_attn.in_proj_weight"]
@@ -131,6 +133,7 @@ def test_bare_weights_embeddings_and_tied_ones():
     assert (tied["embed"].params, tied["head"].params) == (20 * 12, 0)
 
 
+@pytest.mark.slow
 def test_sides_of_a_recurrent_layer_and_its_own_work():
     model = Fn(
         lambda m, x: m.b(m.lstm(m.a(x))[0]),
@@ -167,6 +170,7 @@ def test_what_eval_never_touches_says_so():
     assert UNUSED in str(l0prune.survey(model, (torch.randn(2, 4),)))
 
 
+@pytest.mark.slow
 def test_an_unknown_operator_is_named_with_its_line_and_what_to_do():
     model = Fn(lambda m, x: m.b(torch.cdist(m.a(x), m.a(x))), a=nn.Linear(10, 8), b=nn.Linear(2, 3))
     found = layers(model, 2, 10)

@@ -25,27 +25,10 @@ from l0prune.plan.layout import axes_of
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "resnet18",
-        "squeezenet1_1",
-        pytest.param("mobilenet_v3_small", marks=pytest.mark.slow),
-        pytest.param("shufflenet_v2_x0_5", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.one_in(2)
-def test_counts_agree_with_torch_on_torchvision(name):
-    model = torchvision.models.get_model(name)
-    x = torch.randn(2, 3, 64, 64)
-    found = l0prune.survey(model, (x,))
-    assert 2 * found.macs * 2 == flops(model, x)
-    assert found.params == sum(p.numel() for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "name",
     ["mlp", "grouped", "depth_multiplier", "transposed_conv", "separate_projections",
      "fused_by_hand", "multi_head_attention", "encoder_layer", "raw_parameters", "einsum"],
 )  # fmt: skip
+@pytest.mark.one_in(10)
 def test_counts_agree_with_torch_on_small_networks(name):
     module, shape, _ = CASES[name]
     x = torch.randn(shape)
@@ -74,14 +57,6 @@ def test_every_weight_is_prunable_or_pinned():
                 free = bool(axes_of(found.plan.tensors[name][dim]))
                 alone = parameter.shape[dim] == 1
                 assert free or alone or f"{name} dim {dim}" in pinned
-
-
-def test_a_survey_changes_nothing():
-    model = torchvision.models.get_model("resnet18").train()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    l0prune.survey(model, (torch.randn(2, 3, 64, 64),))
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_json_and_text_tell_the_same():
@@ -113,6 +88,7 @@ def test_names_are_escaped_in_a_notebook(name):
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]a", "[link=file:///etc]b"])
+@pytest.mark.one_in(3)
 def test_names_with_brackets_are_shown_as_they_are(name):
     layers = nn.ModuleDict({name: nn.Linear(4, 5), "last": nn.Linear(5, 2)})
     model = Fn(lambda self, x: self.layers["last"](self.layers[name](x).relu()), layers=layers)
@@ -133,6 +109,7 @@ def test_parameters_that_eval_never_uses_are_named():
     assert found.unused == ("extra.weight", "extra.bias")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_captured_says_where():
     class Branching(nn.Module):
         def __init__(self):
@@ -150,6 +127,7 @@ def test_a_model_that_cannot_be_captured_says_where():
     assert "data-dependent" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_size_that_data_decide_without_a_bound_is_refused():
     class Repeating(nn.Module):
         def __init__(self):
@@ -216,6 +194,7 @@ def test_a_stream_that_stays_whole_counts_as_such():
     assert data["whole_streams"][0]["params"] == 192 / 202
 
 
+@pytest.mark.slow
 def test_reachable_is_the_share_that_an_axis_can_take():
     model = nn.Sequential(nn.Conv2d(3, 5, 1, bias=False), nn.Conv2d(5, 2, 1, bias=False))
     found = l0prune.survey(model, (torch.randn(2, 3, 4, 4),))

@@ -30,6 +30,7 @@ def observed(monkeypatch):
 
 @pytest.mark.parametrize(("factor", "overhead"), [(1.3, 0.0), (0.7, 0.0), (1.1, 2e4), (1.0, -2e4)])
 @pytest.mark.parametrize("round_to", [1, "auto"])
+@pytest.mark.one_in(8)
 def test_what_is_observed_meets_the_budget(observed, factor, overhead, round_to):
     observed(factor, overhead)
     model = gated(random_scores(2, SIZE))

@@ -132,6 +132,7 @@ def layers() -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("before", [None, "params=0.1"])
+@pytest.mark.one_in(10)
 def test_each_axis_keeps_its_share_of_slots(budget, widths, before):
     """Also those of an axis that has fewer before: there is room for as many as it may have."""
     torch.manual_seed(1)

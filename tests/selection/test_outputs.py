@@ -36,6 +36,7 @@ def by_hand(model, small, inputs, pick):
 
 
 @pytest.mark.parametrize(("kind", "name", "key"), [(dict, "scores", "scores"), (tuple, "*_0", 0)])
+@pytest.mark.one_in(2)
 def test_outputs_that_are_named_are_measured_alone(kind, name, key):
     model, inputs = Two(kind).eval(), torch.randn(400, 8)
     options = {"budget": "params=0.5", "round_to": 1, "allow_worse_than_mean": True}

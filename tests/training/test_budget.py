@@ -209,6 +209,7 @@ def test_a_step_without_its_penalty_is_refused():
     ("arguments", "why"),
     [({"steps": 0}, "steps must be"), ({"steps": 5, "ramp": 2}, "ramp must be")],
 )
+@pytest.mark.one_in(2)
 def test_what_makes_no_sense_is_refused(arguments, why):
     with pytest.raises(UsageError, match=why):
         Budget(gated(), "params=0.5", **arguments)

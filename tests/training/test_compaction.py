@@ -118,7 +118,7 @@ def test_a_bias_whose_gradient_is_rounding_learns_the_same():
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
 
@@ -212,7 +212,7 @@ VOLUMES = IMAGES[:, :, None].expand(-1, -1, 4, -1, -1)
     + [(Volumes, VOLUMES, memory) for memory in (MEMORY[0], torch.channels_last_3d)],
 )
 @pytest.mark.parametrize("kind", ["adam", "fused"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, x, memory, kind):
     """Fused optimizers refuse gradients and moments that lie otherwise than their parameter."""
     model = gated(net(), (x,)).to(memory_format=memory)
@@ -468,6 +468,7 @@ class Auxiliary(nn.Module):
         (Auxiliary(targets=True), "cannot be tried on its example"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_what_a_training_step_keeps_or_wants_beside_its_output(network, reason):
     x = torch.randn(5, 4).double()
     model = gated(randomise(network.double()), (x,))
@@ -505,6 +506,7 @@ def test_networks_in_half_precision_are_cut_too(dtype):
 
 
 @pytest.mark.parametrize(("steps_left", "cuts"), [(1, False), (200, True)])
+@pytest.mark.one_in(2)
 def test_a_cut_has_to_win_back_what_it_costs(model, steps_left, cuts, monkeypatch):
     monkeypatch.setitem(compaction._WAITED, "cpu", 20)
     small = Compaction(model.train())

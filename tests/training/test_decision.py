@@ -56,6 +56,7 @@ def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
 
 
 @pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.one_in(2)
 def test_with_decide_0_a_branch_stays_as_it_is(stays):
     model = gated(0.45)  # open in eval mode, though its chance is below a half
     gates = l0prune.gates(model)
@@ -111,6 +112,7 @@ def test_branches_alone_wait_for_nothing():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.one_in(2)
 def test_an_optimizer_does_not_leap_when_branches_have_waited(kind):
     """It has seen their gradients all the while: their first step is as long as the others'."""
     model = gated(0.8)
@@ -181,6 +183,7 @@ def test_in_the_end_the_budget_is_met_without_the_branch():
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.5, "half"])
+@pytest.mark.one_in(3)
 def test_a_part_that_makes_no_sense(fraction):
     with pytest.raises(UsageError, match="branch_freeze_fraction"):
         l0prune.Pruner(gated(0.5), steps=10, branch_freeze_fraction=fraction)

@@ -66,6 +66,7 @@ def test_pruning_is_the_users_own_loop_to_the_bit(terms):
     assert history.last["penalty"] == pytest.approx(sum(penalties[8:]) / 8, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_features_that_say_nothing_are_cut_and_the_others_stay():
     model = network()
     dense = train_dense(model, data(), epochs=10, **QUIET).last
@@ -210,6 +211,7 @@ def test_clipping_bounds_the_weights_gradient_and_not_the_gates():
 
 
 @pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+@pytest.mark.one_in(2)
 def test_it_learns_in_half_precision(autocast):
     model = gated()
     history = finetune(model, data(), epochs=8, autocast=autocast, **QUIET)
@@ -360,6 +362,7 @@ def test_accuracy_is_better_the_larger_it_is():
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.one_in(2)
 def test_numbers_to_be_predicted_are_not_taken_for_classes(outputs):
     model, examples = single(outputs)
     before = tensors(model)

@@ -163,6 +163,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("only", [False, True])
+@pytest.mark.one_in(2)
 def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch, capsys):
     settings = {"branches": True, **({"exclude": "*"} if only else {})}
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
@@ -331,6 +332,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     ("settings", "asked"),
     [({"steps": 6, "lam": 0.1}, {}), (BUDGET, {"start": "alike"})],
 )
+@pytest.mark.one_in(2)
 def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
     model = residual()
     pruner = Pruner(model, **settings)

@@ -21,7 +21,7 @@ LEARNING = (EPOCHS - SETTLE) * len(doubled()) // COMMON["batch_size"]
     ],
     ids=["penalty", "budgets", "branches"],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_step_waits_for_nothing(make, settings):
     own = {**COMMON, "gate_lr": None, **settings, "epochs": EPOCHS, "settle": SETTLE}
     with Waits().watching() as waits:

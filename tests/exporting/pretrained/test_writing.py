@@ -71,7 +71,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
     make, include, settings, auto = LOADS[name]
     dense = exported(make, include, **settings)

@@ -182,6 +182,7 @@ def test_a_teacher_follows_the_model_to_the_gpu_and_comes_back():
     assert {p.device.type for p in teacher.parameters()} == {"cpu"}
 
 
+@pytest.mark.slow
 def test_what_the_dense_network_knew_is_learned_without_its_targets():
     model = network()
     l0prune.train_dense(model, data(), epochs=15, **QUIET)

@@ -127,7 +127,7 @@ def test_blocks_with_a_shortcut_can_be_closed_whole():
 @pytest.mark.parametrize(
     ("make", "kind"), [(points, HardConcrete()), (images, HardConcrete(estimator="median"))]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_static_gates_cut_what_no_input_needs_and_the_export_is_exact(make, kind):
     x = POINTS if make is points else IMAGES
     model = make(gate=kind).double()

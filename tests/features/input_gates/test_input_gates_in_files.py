@@ -14,6 +14,7 @@ def small_network():
     return nn.Sequential(nn.Linear(6, 8), block, nn.Linear(8, 3)).eval()
 
 
+@pytest.mark.slow
 def test_a_gated_one_is_loaded_into_a_module(tmp_path):
     model = l0prune.gate(points(), (POINTS,))
     with torch.no_grad():

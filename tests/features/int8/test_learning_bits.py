@@ -184,6 +184,7 @@ def test_what_it_does_not_go_with_is_said():
         l0prune.finetune(small(), data(), quantize="bits", bits="048")
 
 
+@pytest.mark.slow
 def test_a_first_layer_alone():
     model = l0prune.gate(nn.Sequential(nn.Linear(FEATURES, 3)), torch.zeros(2, FEATURES))
     l0prune.Pruner(model, steps=10, n=240, quantize="bits", budget="bops=0.1")

@@ -66,6 +66,7 @@ def test_it_is_on_from_the_middle_and_while_settling(whole):
     assert settled == [step >= 2 * STEPS - 10 for step in range(2 * STEPS)]
 
 
+@pytest.mark.slow
 def test_weights_that_learn_alone_know_it_from_the_start():
     freely = dict.fromkeys(("lam", "gate_lr", "warmup", "settle"))
     model, _, seen = run(learn=False, epochs=1, compact="never", **freely)
@@ -86,6 +87,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(whole, tmp_path, stop):
     assert [r["test_loss"] for r in history.records] == [r["test_loss"] for r in records.records]
 
 
+@pytest.mark.slow
 def test_a_cut_network_learns_what_the_masked_one_does():
     model = gated(Residual(), (IMAGES,))
     root, gates = holder(model)

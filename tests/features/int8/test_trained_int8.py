@@ -197,6 +197,7 @@ def test_residual_sums_are_of_integers_and_what_the_network_computes(closed, tmp
     assert "Add" not in kinds
 
 
+@pytest.mark.slow
 def test_maps_that_the_model_returns_are_on_their_grids(tmp_path):
     model = learned(Maps)
     made, small = written(model, tmp_path)

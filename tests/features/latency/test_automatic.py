@@ -67,12 +67,14 @@ DOORS = {
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("budget", ["speed=2", "latency=3ms"])
+@pytest.mark.one_in(3)
 def test_a_budget_in_time_has_a_table_made_on_the_target(door, budget):
     with pytest.raises(Asked, match=r"^eager$"):
         DOORS[door](budget, target="eager")
 
 
 @pytest.mark.usefixtures("asked")
+@pytest.mark.slow
 def test_other_budgets_take_no_time():
     model = gated()
     l0prune.fit(model, "macs=0.5", l0prune.score(model, "magnitude"))

@@ -105,6 +105,7 @@ def eager_facts(model):
     return parsed(FACTS, about["nodes"])
 
 
+@pytest.mark.slow
 def test_one_table_serves_with_switches_and_without(plan):
     assert plan_id(plan) == plan_id(l0prune.gates(gated()).plan)
     assert plan_id(plan) != plan_id(l0prune.gates(gated(exclude="inner")).plan)

@@ -68,6 +68,7 @@ def test_it_says_what_it_is_of(table):
 
 
 @pytest.mark.parametrize("tells_run", [True, False])
+@pytest.mark.one_in(2)
 def test_nodes_profiled_at_another_speed_of_the_machine_count_as_the_others(
     model, folder, table, tells_run
 ):

@@ -161,6 +161,7 @@ def attributes(model):
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_becomes_several_files_is_refused(tmp_path):
     class Branches(nn.Module):
         def __init__(self):

@@ -187,6 +187,7 @@ def widths_of(model):
     ],
     ids=["fit", "params", "Pruner", "finetune", "lambda"],
 )
+@pytest.mark.one_in(5)
 def test_every_door_rounds_by_default(stairs, made):
     widths = widths_of(made())
     assert all(width % 8 == 0 or width == size for width, size in widths)

@@ -59,7 +59,7 @@ def test_builtin_recipes_are_these():
     "name",
     [pytest.param(each, marks=pytest.mark.slow if each == "cifar-wrn" else ()) for each in PARAMS],
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_settings_of_a_builtin_recipe_fit_its_network(name):
     recipe = load(name, [])
     model = l0prune.load_model(recipe.model.source)

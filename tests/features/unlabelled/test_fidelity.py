@@ -66,6 +66,7 @@ def test_whole_numbers_are_left_out_of_the_error():
         fidelity(Given(lambda x: x.argmax(1)), Given(lambda x: x.argmax(1)), [x])
 
 
+@pytest.mark.slow
 def test_agreement_is_over_the_dim_that_was_asked_for():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 9)).eval(), None

@@ -21,6 +21,7 @@ def network():
     return model, data
 
 
+@pytest.mark.slow
 def test_a_budget_without_labels(network):
     model, data = network
     before, mode = copy.deepcopy(model.state_dict()), model.training
