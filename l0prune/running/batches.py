@@ -169,9 +169,10 @@ class Feed:
         found, own = _length(source), getattr(source, "batch_size", None)
         if found is not None:
             return found
-        if self.task.size is not None and isinstance(own, int):  # a stream in batches
+        size = self.task.size
+        if size is not None and isinstance(own, int):  # a stream in batches
             drops = getattr(source, "drop_last", False)
-            return self.size // own if drops else -(-self.size // own)
+            return size // own if drops else -(-size // own)
         raise DataError(
             "the training data cannot say how many batches it has: give Task(…, steps=…), the "
             "number of batches, or for a loader of batches Task(…, size=N), that of examples"
