@@ -45,6 +45,7 @@ ASKED_FOR = (
     "formats",
     "writers",
     "around",
+    "measures",
 )  # by a user
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
