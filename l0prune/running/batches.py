@@ -171,7 +171,8 @@ class Feed:
             return found
         if self.task.size is not None and isinstance(own, int):  # a stream in batches
             drops = getattr(source, "drop_last", False)
-            return self.size // own if drops else -(-self.size // own)
+            size = self.task.size
+            return size // own if drops else -(-size // own)
         raise DataError(
             "the training data cannot say how many batches it has: give Task(…, steps=…), the "
             "number of batches, or for a loader of batches Task(…, size=N), that of examples"
