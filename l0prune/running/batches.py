@@ -169,9 +169,9 @@ class Feed:
         found, own = _length(source), getattr(source, "batch_size", None)
         if found is not None:
             return found
-        size = self.task.size
-        if size is not None and isinstance(own, int):  # a stream in batches
+        if self.task.size is not None and isinstance(own, int):  # a stream in batches
             drops = getattr(source, "drop_last", False)
+            size = self.task.size
             return size // own if drops else -(-size // own)
         raise DataError(
             "the training data cannot say how many batches it has: give Task(…, steps=…), the "
