@@ -28,8 +28,8 @@ from l0prune.errors import CaptureError, NothingToPrune
 
 CAN_BE_CUT = [name for name, each in ZOO.items() if not each.why]
 EXACT = 1e-10
-# An ε of the dtype, and an operator that torchvision writes to ONNX in float32 alone.
-FLOAT32 = {"deformed", "deformed_in_groups", "rms_norm_of_tiny_values"}
+# An ε of the dtype.
+FLOAT32 = {"rms_norm_of_tiny_values"}
 # Others may have one slot left of each axis, no branch, or graphs of which nothing more can go.
 AGAIN = {
     "mlp", "alibi", "picked_by_identity", "spectral_norm_by_hand", "pieces_of_weights",
