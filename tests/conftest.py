@@ -149,21 +149,9 @@ def pytest_runtest_setup():
         function = getattr(sys.modules.get(module), name, None)
         if function is not None and not hasattr(function, "cache_info"):
             setattr(sys.modules[module], name, functools.cache(function))
-    if "torch.onnx" in sys.modules:  # a file enters and leaves 5,000 functions, each annotated anew
-        sys.modules["torch._ops"].Callable = Annotation("Callable", (), {})
     caches = sys.modules.get("l0prune.capture.caches")
     if caches is not None and not hasattr(caches._in, "__wrapped__"):
         caches._in = remembered(caches._in)
-
-
-class Annotation(type):
-    """In place of ``Callable``: what is annotated by it makes no type for each pair of types."""
-
-    def __instancecheck__(cls, thing):
-        return callable(thing)
-
-    def __getitem__(cls, types):
-        return cls
 
 
 def remembered(caches_in):
