@@ -73,11 +73,15 @@ def check_first_test(
             feed.task.loss_and_metric(call(model, batch.inputs), batch.targets)
 
 
+class Mismatch(DataError):
+    """Data, model and loss that do not fit together, whatever is done with them."""
+
+
 @contextmanager
 def explain_mismatch(
     batches: Sequence[Batch], what: str, model: nn.Module | None = None
 ) -> Iterator[None]:
-    """Convert errors within the context into a DataError that describes the last batch.
+    """Convert errors within the context into a Mismatch that describes the last batch.
 
     If the inputs differ in shape or dtype from those that the model was gated with, it says so.
     """
@@ -97,7 +101,7 @@ def explain_mismatch(
             )
         differs = "" if model is None else _gated_for(model, batch.inputs)
         targets = "" if batch.targets is None else f", targets {describe(batch.targets)}"
-        raise DataError(
+        raise Mismatch(
             f"{what} do not fit together. The inputs are {describe(batch.inputs)}{targets}."
             f"{differs} The call failed with {type(error).__name__}: "
             f"{str(error).removesuffix('.')}.{hint}"

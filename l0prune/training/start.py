@@ -21,6 +21,7 @@ from l0prune.plan.switches import switches_of
 from l0prune.progress.stages import stage
 from l0prune.running.batches import Feed
 from l0prune.running.criteria import Loss
+from l0prune.running.evaluate import Mismatch
 from l0prune.running.processes import World, is_sharded, process_group
 from l0prune.running.task import Task
 from l0prune.selection.oneshot import OneShot, most_trials
@@ -126,7 +127,7 @@ def init_gates(
                 compute_best_scores(slots, branches) if how == AUTO else [compute_score(how, slots)]
             )
         except (UsageError, DataError) as error:
-            if how != AUTO:
+            if how != AUTO or isinstance(error, Mismatch):
                 raise
             warn(f"the gates start alike, without scores: {error}")
             return Beginning()
