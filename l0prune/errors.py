@@ -76,6 +76,10 @@ class DataError(L0pruneError):
     """A data source is missing, empty or does not fit the model."""
 
 
+class Mismatch(DataError):
+    """Data, model and loss do not fit together."""
+
+
 class TrainingError(L0pruneError):
     """Training cannot go on."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import WHOLE, without_labels
-from l0prune.errors import DataError, L0pruneError, NotGated
+from l0prune.errors import DataError, L0pruneError, Mismatch, NotGated
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import check_whole
 from l0prune.progress.display import displayed
@@ -71,10 +71,6 @@ def check_first_test(
             checked_indices(),
         ):
             feed.task.loss_and_metric(call(model, batch.inputs), batch.targets)
-
-
-class Mismatch(DataError):
-    """Data, model and loss that do not fit together, whatever is done with them."""
 
 
 @contextmanager

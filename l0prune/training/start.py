@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import DataError, UsageError, warn
+from l0prune.errors import DataError, Mismatch, UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import CLOSED, Gates
 from l0prune.plan.switches import switches_of
 from l0prune.progress.stages import stage
 from l0prune.running.batches import Feed
 from l0prune.running.criteria import Loss
-from l0prune.running.evaluate import Mismatch
 from l0prune.running.processes import World, is_sharded, process_group
 from l0prune.running.task import Task
 from l0prune.selection.oneshot import OneShot, most_trials
