@@ -9,6 +9,7 @@
     ├── FileError          a file cannot be read, written or trusted
     ├── UsageError         an argument or option cannot be understood (exit code 2 on the CLI)
     ├── DataError          a data source is missing, empty or does not fit the model
+    │   └── Mismatch           it does not fit
     └── TrainingError      training cannot go on (NaN loss, …)
         └── StoppedElsewhere   another process of the run stopped, and said why
 

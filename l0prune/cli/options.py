@@ -54,7 +54,8 @@ DataSpec = Annotated[
     typer.Option(
         "--data",
         help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (images "
-        "of the size that the model was gated with, else 224x224; of 160x160: imagefolder:DIR:160; "
+        "of the size that the model was gated with, else of their own if they are squares of one "
+        "size, else 224x224; of 160x160: imagefolder:DIR:160; "
         "grey ones: imagefolder:DIR:1x160), text (FILE.txt, "
         "text:DIR; in windows of 512 tokens: FILE.txt:512; for a classifier a text a line) or "
         "file.py:function.",

@@ -32,17 +32,18 @@ def image_folder(spec: str, rest: str) -> Data:
     """Return the images of ``DIR``, ``DIR:PIXELS`` or, in grey, ``DIR:1xPIXELS``.
 
     They are in ``train`` and ``test`` or ``val``; without any of these, every fifth image of each
-    class is a test image. Images become squares of that size (by default 224) as for torchvision's
-    networks: the shorter side is resized to 256/224 of it, and the center is cropped; see
-    ``Preprocessing``. Augmented training images are random crops of the originals, resized to that
-    size, mirrored or not. Where the images are squares of that size already, none is resized, and
-    augmented ones are shifted and mirrored.
+    class is a test image. Images become squares of that size, by default their own where all are
+    squares of one size, else 224, as for torchvision's networks: the shorter side is resized to
+    256/224 of it, and the center is cropped; see ``Preprocessing``. Augmented training images are
+    random crops of the originals, resized to that size, mirrored or not. Where the images are
+    squares of that size already, none is resized, and augmented ones are shifted and mirrored.
     """
     found = SPEC.fullmatch(rest)
     assert found is not None  # the rest is not empty
-    folder, size = Path(found[1]), max(int(found[3] or _SIZE), 1)
-    parts = _parts(folder)
-    is_equal = side_of_images(*parts) == size
+    parts = _parts(Path(found[1]))
+    side = side_of_images(*parts)
+    size = max(int(found[3] or side or _SIZE), 1)
+    is_equal = side == size
     preprocessing = _imagenet_preprocessing(size, int(found[2] or 3), is_equal)
     read = partial(_read, color=preprocessing.color)
     transforms = preprocessing.transform(), _varied(preprocessing, is_equal)
@@ -50,7 +51,7 @@ def image_folder(spec: str, rest: str) -> Data:
     test = read(parts[-1], transforms[0])
     if train.classes != test.classes:
         raise DataError(
-            f"{folder}: train and {parts[-1].name} hold different classes "
+            f"{found[1]}: train and {parts[-1].name} hold different classes "
             f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
         )
     classes = len(train.classes)

@@ -6,6 +6,7 @@ Tests show that they are those of the registries.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from l0prune.doors import behind, no_such
 from l0prune.errors import UsageError, meant
@@ -60,8 +61,11 @@ def check_criterion(name: str, kind: str) -> None:
 
 def no_data(spec: str) -> UsageError:
     """Return the error of a data source that is none."""
+    near = meant(spec, DATA) or "."
+    if Path(spec).is_dir():
+        near = f", but a folder: write imagefolder:{spec} for images, text:{spec} for texts."
     return UsageError(
-        f"{spec!r} is no data source{meant(spec, DATA) or '.'} Known: {', '.join(DATA)}, "
+        f"{spec!r} is no data source{near} Known: {', '.join(DATA)}, "
         "imagefolder:DIR, FILE.txt, text:DIR, file.py:function."
     )
 

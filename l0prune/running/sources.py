@@ -431,8 +431,9 @@ def load_data(
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
             ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside, or else a folder
-            for each class, of which every fifth image is for the test; inputs of 224×224 pixels,
-            or as many as in ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
+            for each class, of which every fifth image is for the test; inputs of the images' own
+            size where all are squares of one size, else of 224×224 pixels, or of as many as in
+            ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
             ``preprocessing``), a text (``FILE.txt``, ``text:PATH``, a folder
             of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``; see
             below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, a

@@ -89,6 +89,16 @@ def test_images_of_the_right_size_are_not_resized(tmp_path):
     assert load_data(f"imagefolder:{tmp_path}:32").preprocessing.resize == 37
 
 
+@pytest.mark.parametrize(("sides", "expected"), [((20, 20), 20), ((20, 24), 224)])
+def test_the_default_size_is_that_of_images_which_have_one(tmp_path, sides, expected):
+    for part in ("train", "test"):
+        for label, side in zip(("cat", "dog"), sides, strict=True):
+            where = tmp_path / part / label
+            where.mkdir(parents=True)
+            Image.new("RGB", (side, side)).save(where / "a.png")
+    assert load_data(f"imagefolder:{tmp_path}").preprocessing.input_size == [3, expected, expected]
+
+
 def test_a_folder_for_each_class_and_no_parts(tmp_path):
     make(tmp_path, parts=("",), count=7)
     data = load_data(f"imagefolder:{tmp_path}:16")
