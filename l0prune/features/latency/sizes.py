@@ -219,16 +219,14 @@ def unmistakable_widths(plan: Plan, constants: Collection[int]) -> Widths | None
 
     No dim that follows the widths then has the size of another one, nor one of these constants.
     """
-    dense, whole = [axis.size for axis in plan.axes], kept_whole(plan)
+    dense = [axis.size for axis in plan.axes]
     wanted, _ = _finder(plan, [dense, *_drawn(plan, _MOST, 0)]).distinct_counts
     known = {*range(SMALL + 1), *constants}
     for seed in range(_DRAWS):
         generator = torch.Generator().manual_seed(seed)
         taken, widths = set(known), list[int]()
-        for number, axis in enumerate(plan.axes):
-            draws = [axis.size]
-            if number not in whole:
-                draws = [_fewer(axis, generator) for _ in range(_TRIES)]
+        for axis in plan.axes:
+            draws = [_fewer(axis, generator) for _ in range(_TRIES)]
             widths.append(next((width for width in draws if width not in taken), draws[0]))
             taken.add(widths[-1])
         found = _finder(plan, [dense, widths]).known
@@ -248,11 +246,7 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
     generator = torch.Generator().manual_seed(seed)
     taken = {(1,) * count}
     drawn = []
-    whole = kept_whole(plan)
-    for number, axis in enumerate(plan.axes):
-        if number in whole:
-            drawn.append((axis.size,) * count)
-            continue
+    for axis in plan.axes:
         most = axis.size + (axis.size <= _FEW)
         first = tuple(_fewer(axis, generator) for _ in range(count))
         draws = (tuple(_fewer(axis, generator, most) for _ in range(count)) for _ in range(_TRIES))
@@ -264,7 +258,12 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
 
 
 def _fewer(axis: Axis, generator: torch.Generator, most: int | None = None) -> int:
-    """Draw a number of slots from two to less than ``most``, by default less than all."""
+    """Draw a number of slots from two to less than ``most``, by default less than all.
+
+    An axis that is kept whole has all of its slots.
+    """
+    if _stays_whole(axis):
+        return axis.size
     low = max(2, axis.size // 4)
     return int(torch.randint(low, max(low + 1, most or axis.size), (), generator=generator))
 
@@ -278,7 +277,11 @@ def kept_whole(plan: Plan) -> frozenset[int]:
     They have two slots or one. Exporters leave out what changes nothing at a size of 1, such as a
     Reshape into one head, so that a file with one slot has other nodes.
     """
-    return frozenset(number for number, axis in enumerate(plan.axes) if axis.size <= 2)
+    return frozenset(number for number, axis in enumerate(plan.axes) if _stays_whole(axis))
+
+
+def _stays_whole(axis: Axis) -> bool:
+    return axis.size <= 2
 
 
 def sampled_widths(
