@@ -259,7 +259,7 @@ class Answer:
     label: Tensor
 
 
-torch.export.register_dataclass(Answer)
+torch.export.register_dataclass(Answer, serialized_type_name="tests.Answer")
 
 
 @case(8, 8)
@@ -418,21 +418,22 @@ def weight_standardised():
     return Fn(forward, a=conv(3, 8), b=conv(8, 6), c=conv(6, 2))
 
 
-@case(8)
-def squeeze_by_attributes():
+class Remembering(nn.Module):
     """A module that remembers its width and reshapes by it."""
 
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.width = width
-            self.a, self.b = conv(3, width), conv(width, 2)
-            self.scale = nn.Parameter(torch.rand(width))
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+        self.a, self.b = conv(3, width), conv(width, 2)
+        self.scale = nn.Parameter(torch.rand(width))
 
-        def forward(self, x):
-            return self.b(self.a(x) * self.scale.view(1, self.width, 1, 1))
+    def forward(self, x):
+        return self.b(self.a(x) * self.scale.view(1, self.width, 1, 1))
 
-    return Block(8)
+
+@case(8)
+def squeeze_by_attributes():
+    return Remembering(8)
 
 
 @case(3, 4, 6)
@@ -445,16 +446,26 @@ def transposed_depthwise():
     return nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 8, 2, stride=2, groups=8), conv(8, 2))
 
 
-@case(10, 10, shape=FLAT)
-def features_under_a_sliding_window():
-    """What a Linear wrote is what a convolution goes along, as CoaT's last one does."""
-
+def under_a_kernel(size):
     def forward(m, x):
         y = torch.stack([m.norm(m.a(x)), m.norm(m.b(x))], 1)
         return m.head(m.mix(y).squeeze(1))
 
     layers = {"a": nn.Linear(10, 8), "b": nn.Linear(10, 8), "head": nn.Linear(8, 3)}
-    return Fn(forward, mix=nn.Conv1d(2, 1, 1), norm=nn.LayerNorm(8), **layers)
+    mix = nn.Conv1d(2, 1, size, padding=size // 2)
+    return Fn(forward, mix=mix, norm=nn.LayerNorm(8), **layers)
+
+
+@case(8, 10, 10, shape=FLAT)
+def features_under_a_kernel_of_one():
+    """What a Linear wrote is what a convolution goes along, as CoaT's last one does."""
+    return under_a_kernel(1)
+
+
+@case(10, 10, shape=FLAT)
+def features_under_a_sliding_window():
+    """The same with a kernel that reaches the neighbours: these are whole."""
+    return under_a_kernel(3)
 
 
 class Clipped(nn.Module):

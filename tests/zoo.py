@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import small_networks
 import torch
@@ -34,6 +34,7 @@ class Network:
     axes: tuple[int, ...] | None = None  # sizes in any order, where they are told here
     why: str = ""  # nothing of it can be cut, with this reason
     rows: tuple[int, ...] = (3,)  # numbers of examples that its file takes
+    no_onnx: str = ""  # torch's exporter cannot write it, as this says
 
     def made(self, seed: int = 0) -> tuple[nn.Module, tuple]:
         """In float64 and eval mode, with nothing in it that is zero by chance."""
@@ -67,6 +68,7 @@ def network(shape: tuple[int, ...], *axes: int, rows: tuple[int, ...] = (3,)) ->
     return keep
 
 
+ZOO["neural_operator"] = replace(ZOO["neural_operator"], no_onnx="complex")
 ZOO["tied_table_with_bias"] = Network(
     lambda: (Tied(mix=False, bias=True), (torch.randint(0, 20, (2, 5)),))
 )

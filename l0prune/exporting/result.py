@@ -19,7 +19,7 @@ import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.threads import one_at_a_time
 from l0prune.doors import behind, provided
-from l0prune.errors import UsageError, in_a_line, warn
+from l0prune.errors import L0pruneError, UsageError, in_a_line, warn
 from l0prune.exporting.certify.certificate import Certificate, Check
 from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
@@ -281,7 +281,8 @@ class Export(Outcome):
         Raises:
             CertificateError: such a program computes something else; nothing is written.
             FileError: a file cannot be written.
-            L0pruneError: ExecuTorch or LiteRT cannot translate the model, or run what came of it.
+            L0pruneError: ExecuTorch or LiteRT cannot translate the model, or run what came of it;
+                torch cannot serialize the program.
             UsageError: one of these is asked for and not installed.
         """
         if FORMATS.knows(suffix := Path(path).suffix):
@@ -291,10 +292,7 @@ class Export(Outcome):
             WRITERS.named(suffix)(Path(path), self.module)
             return (Path(path),)
         if suffix == ".pt2":
-            for piece in self.pieces:
-                save = partial(torch.export.save, piece.program)
-                atomic_write(piece.file_of(path), save)
-            return tuple(piece.file_of(path) for piece in self.pieces)
+            return tuple(_write_pt2(piece, path) for piece in self.pieces)
         self._look()
         known = described(self.module, self._facts, self._made.trials, model)
         state, apart = self._state_now(), apart_from_state(known, self.module)
@@ -420,6 +418,28 @@ class Export(Outcome):
             history: what ``finetune`` returned; several in a list.
         """
         return l0prune.Report.of(self, history)
+
+
+def _write_pt2(piece: ExportedPart, path: str | os.PathLike[str]) -> Path:
+    """Write the program of a part as torch's ``.pt2``.
+
+    Raises:
+        FileError: the file cannot be written.
+        L0pruneError: torch cannot serialize the program.
+    """
+    file = piece.file_of(path)
+    try:
+        atomic_write(file, partial(torch.export.save, piece.program))
+    except L0pruneError:
+        raise
+    except Exception as error:
+        raise L0pruneError(
+            f"{file} was not written: torch cannot serialize the program ({in_a_line(error)}). The "
+            "usual cause is a class of the user's among the inputs or outputs whose registration "
+            "gives no serialized_type_name, as torch.export.register_dataclass takes it. ONNX "
+            "(save_onnx, --onnx) and the state (--state) need no such name."
+        ) from error
+    return file
 
 
 def _name_of(dtype: str | torch.dtype | None, int8: Any, *, half_io: bool) -> str | None:

@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from zoo import ZOO
 
 import l0prune
-from l0prune.errors import CaptureError, NothingToPrune
+from l0prune.errors import CaptureError, L0pruneError, NothingToPrune
 
 CAN_BE_CUT = [name for name, each in ZOO.items() if not each.why]
 EXACT = 1e-10
@@ -50,6 +50,18 @@ def gated(name):
     """The network, its example, and its gates: about half of them closed, others in between."""
     model, args = made(name)
     return close_some(l0prune.gate(model, args)), args
+
+
+def written(name, small, folder):
+    """The ONNX file, or None of a network that torch does not write, which is said."""
+    if ZOO[name].no_onnx:
+        with pytest.raises(L0pruneError, match=ZOO[name].no_onnx):
+            small.save_onnx(folder / "model.onnx")
+        assert not list(folder.iterdir())
+        return None
+    (file,) = small.save_onnx(folder / "model.onnx")
+    assert list(folder.iterdir()) == [file]
+    return file
 
 
 def same(first, second, args):
@@ -91,10 +103,9 @@ def test_gates_are_cut_written_read_and_cut_again(name, tmp_path):
     assert difference(model, small, args) <= limit
     assert graph_difference(model, small, args) <= limit
 
-    (file,) = small.save_onnx(tmp_path / "model.onnx")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
-    assert onnx_difference(model, small, file, args) <= 1e-5
-    assert json.loads(metadata(file)["l0prune.certificate"]) == small.certificate.to_dict()
+    if (file := written(name, small, tmp_path)) is not None:
+        assert onnx_difference(model, small, file, args) <= 1e-5
+        assert json.loads(metadata(file)["l0prune.certificate"]) == small.certificate.to_dict()
     assert small.note or {check.batch for check in small.certificate.checks} == {1, 2, 3}
     assert same(copy.deepcopy(model), model, args)
     assert same(copy.deepcopy(small.module), small.module, args)
@@ -121,13 +132,14 @@ def test_gates_are_cut_written_read_and_cut_again(name, tmp_path):
 def test_programs_and_files_take_any_number_of_examples(name, tmp_path):
     model, args = gated(name)
     small = l0prune.export(model)
-    (file,) = small.save_onnx(tmp_path / "model.onnx")
+    file = written(name, small, tmp_path)
     program = through_pt2(small.program)
     for rows in ZOO[name].rows:
         given, _ = changed((args, {}), rows)
         with torch.no_grad():
             expected = tensors(model(*given))
-            ways = (small.module(*given), program(*given), run_onnx(file, *given))
+            ways = [small.module(*given), program(*given)]
+            ways += [run_onnx(file, *given)] if file else []
         for found in ways:
             for ours, theirs in zip(expected, tensors(found), strict=True):
                 assert of_scale(ours, theirs) <= 1e-5
@@ -136,6 +148,7 @@ def test_programs_and_files_take_any_number_of_examples(name, tmp_path):
 @pytest.mark.parametrize("name", CAN_BE_CUT)
 @pytest.mark.one_in(60)
 def test_closed_branches_and_closed_slots_together_are_exact(name):
+    limit = ROUNDED if name in FLOAT32 else EXACT
     module, args = made(name)
     l0prune.gate(module, args)
     bank = l0prune.gates(module)
@@ -147,8 +160,8 @@ def test_closed_branches_and_closed_slots_together_are_exact(name):
             bank.log_alpha[list(gone)] = -5.0
         small = l0prune.export(module)
         assert len(small.gone) >= len(gone)
-        assert difference(module, small, args) <= EXACT
-        assert graph_difference(module, small, args) <= EXACT
+        assert difference(module, small, args) <= limit
+        assert graph_difference(module, small, args) <= limit
 
 
 @pytest.mark.parametrize("name", CAN_BE_CUT)
@@ -161,10 +174,10 @@ def test_what_has_learned_on_is_written_as_it_is_now(name, tmp_path):
     assert (renewed.params, renewed.widths) == (params, widths)
     with torch.no_grad():
         expected = tensors(renewed.module.eval()(*args))
-        (file,) = renewed.save_onnx(tmp_path / "model.onnx")
+        file = written(name, renewed, tmp_path)
         renewed.save(tmp_path / "model.pt2")
         program = torch.export.load(tmp_path / "model.pt2").module()
-        for found in (run_onnx(file, *args), tensors(program(*args))):
+        for found in filter(None, (file and run_onnx(file, *args), tensors(program(*args)))):
             for ours, theirs in zip(expected, found, strict=True):
                 assert of_scale(ours, theirs) <= 1e-5
     renewed.save(tmp_path / "state.pt")
