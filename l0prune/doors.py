@@ -33,7 +33,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "exits": ("EarlyExits", "add_exits", "choose_exits", "exits"),
     "experts": ("FewerExperts", "shrink_experts", "experts", "active_params"),
     "gguf": (".gguf", "save_gguf"),
-    "half": ("HalfFile", "dtype", "half_io"),
+    "half": ("dtype", "half_io"),
     "input_gates": (
         "InputMacs",
         "add_input_gates",
@@ -44,7 +44,6 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "skipping",
     ),
     "int8": (
-        "Int8File",
         "Quantizing",
         "check_menu",
         "int8_for_times",
@@ -109,6 +108,8 @@ class Feature:
         writers: of other files of a network of its own class, by the suffix of the file
             (``exporting/own_class/writing.py``).
         programs: that load cuts by themselves (``features/loadable/programs.py``).
+        derived: files of fewer bits made of an ONNX file, by the keywords of ``save_onnx`` that
+            they are asked for by (``exporting/onnx/derived.py``).
         file_checks: functions of an ONNX file and of what it was made from, which run it elsewhere
             and return comparisons for the certificate.
         launchers: of the runs of a sweep (``features/sweep/launchers.py``).
@@ -138,6 +139,7 @@ class Feature:
     formats: Mapping[str, str] = field(default_factory=dict)
     writers: Mapping[str, str] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
+    derived: Mapping[str, str] = field(default_factory=dict)
     file_checks: Mapping[str, str] = field(default_factory=dict)
     launchers: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from l0prune.data.preprocessing import Preprocessing
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.notes import CHANGED, note_on_pickles, notes_on_files
+from l0prune.exporting.onnx.derived import InFewerBits
 from l0prune.exporting.onnx.speedup import Speedup
 from l0prune.exporting.onnx.times import DenseNetwork, Times
 from l0prune.exporting.pieces import InParts, Whole
@@ -30,25 +31,6 @@ from l0prune.running.environment import as_html
 from l0prune.selection.fitting import times_on
 
 PRECISIONS = ("float64", "float32")
-
-
-class InFewerBits(Protocol):
-    """Comparison of a file in fewer bits with the file in float32 that it was made from."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings about weights and errors of the file; empty if there are none."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain data."""
-
-
-class InHalf(InFewerBits, Protocol):
-    """Comparison of a file in 16 bits with the file in float32 that it was made from."""
-
-    @property
-    def dtype(self) -> str:
-        """``float16`` or ``bfloat16``."""
 
 
 class Nearness(Protocol):
@@ -96,8 +78,8 @@ class Outcome:
         asked: the budgets that the gates met, or were trained for, as text; empty without any.
         speedup: of the ONNX file beside the dense network's, and beside the ideal by MACs, once
             ``save_onnx`` took the times.
-        int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
-        half: what 16 bits change, once ``save_onnx`` wrote a file in float16 or bfloat16.
+        in_fewer_bits: what fewer bits change, for each file of fewer bits that ``save_onnx`` wrote
+            last: by ``int8``, ``float16`` or ``bfloat16``.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
         changed: the module was found to compute something else than when it was exported, since it
             has learned on: programs and files are of what it is now.
@@ -132,8 +114,7 @@ class Outcome:
     _dense: DenseNetwork = field(repr=False)
     asked: tuple[str, ...] = ()
     speedup: Speedup | None = None
-    int8: InFewerBits | None = None
-    half: InHalf | None = None
+    in_fewer_bits: dict[str, InFewerBits] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: SourceFile | None = None
@@ -142,6 +123,16 @@ class Outcome:
     curve: tuple[Tried, ...] = ()
     changed: bool = False
     _untimed: str = field(default="", repr=False)
+
+    @property
+    def int8(self) -> Any:
+        """What eight bits change, once ``save_onnx`` wrote an int8 file; else None."""
+        return self.in_fewer_bits.get("int8")
+
+    @property
+    def half(self) -> Any:
+        """What 16 bits change, once ``save_onnx`` wrote a file in them; else None."""
+        return self.in_fewer_bits.get("float16", self.in_fewer_bits.get("bfloat16"))
 
     @property
     def times(self) -> Times | None:
@@ -230,9 +221,8 @@ class Outcome:
 
     def _timed(self) -> list[tuple[str, Any]]:
         """Return what is known of the times of each file, by a name for it."""
-        half = f"In {self.half and self.half.dtype}"
-        named = (("Time", self.speedup), ("In int8", self.int8), (half, self.half))
-        return [(name, each) for name, each in named if each is not None]
+        beside = [(f"In {name}", each) for name, each in self.in_fewer_bits.items()]
+        return beside if self.speedup is None else [("Time", self.speedup), *beside]
 
     def _repr_html_(self) -> str:
         return as_html(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,10 +26,11 @@ from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
 from l0prune.exporting.network import copies_of
 from l0prune.exporting.notes import CHANGED
+from l0prune.exporting.onnx.derived import Beside, InFloat32
 from l0prune.exporting.onnx.file import describe
 from l0prune.exporting.onnx.speedup import cut_facts, measured
 from l0prune.exporting.onnx.times import DenseNetwork
-from l0prune.exporting.onnx.writing import InFloat32, Unfinished, check_apart, check_opset
+from l0prune.exporting.onnx.writing import Unfinished, check_apart, check_opset
 from l0prune.exporting.outcome import Outcome
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import WRITERS, shortened, write_folder
@@ -44,7 +46,7 @@ from l0prune.progress.display import displayed
 from l0prune.progress.stages import counting, stage, steps
 
 # About how long parts of writing a file take, relative to each other.
-_PROGRAM, _WRITTEN, _TIMED, _IN_INT8 = 1, 4, 6, 15
+_WRITTEN, _TIMED = 4, 6
 
 
 class Export(Outcome):
@@ -79,7 +81,7 @@ class Export(Outcome):
             return
         module = placed(copied(self.module), CPU).eval()
         self._made, self.files, self.changed = self._made.of(module), (), True
-        self.speedup = self.int8 = self.half = self.ranges = None
+        self.speedup, self.in_fewer_bits, self.ranges = None, {}, None
         elsewhere = (name for name, _ in behind("runtimes"))
         self.certificate = self.certificate.without("program", "onnx", *elsewhere)
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
@@ -112,12 +114,9 @@ class Export(Outcome):
         beside: nn.Module | None = None,
         threads: int = 1,
         opset: int | None = None,
-        int8: Any = None,
-        compensate: bool = True,
-        dtype: str | torch.dtype | None = None,
-        half_io: bool = False,
         external_data: bool = False,
         progress: bool = True,
+        **fewer_bits: Any,
     ) -> tuple[Path, ...]:
         """Write the current module as ONNX, after ONNX Runtime has shown that the file is the same.
 
@@ -134,14 +133,14 @@ class Export(Outcome):
             threads: that a call may use when it is timed.
             opset: of the file, from 7 on; before 18 torch's former exporter writes it. None for
                 what torch's exporter takes by itself.
-            int8: write ``model.int8.onnx``, too, calibrated with this: data as ``finetune`` takes
-                them, a batch of inputs, or an iterable of such. What eight bits change is measured
-                (``Export.int8``).
-            compensate: with ``int8``, whether weights that make up for the rounding are tried.
-            dtype: write ``model.float16.onnx`` (or ``bfloat16``), too; see ``Export.half``.
-            half_io: with ``dtype``, whether its inputs and outputs are in 16 bits, too.
             external_data: write the weights into the file beside it in any case.
             progress: show progress on stderr.
+            fewer_bits: ask for further files beside it, each measured beside the one in float32
+                (``in_fewer_bits``). ``int8=data`` writes ``model.int8.onnx``, calibrated with data
+                as ``finetune`` takes them, a batch of inputs, or an iterable of such; unless
+                ``compensate=False``, weights that make up for the rounding are tried.
+                ``dtype="float16"`` (or ``"bfloat16"``) writes ``model.float16.onnx``, with
+                ``half_io=True`` its inputs and outputs, too.
 
         Returns:
             The files written, those with weights after the others.
@@ -153,39 +152,29 @@ class Export(Outcome):
             UsageError: an option does not fit the model, the opset or the others.
         """
         check_whole("threads", threads, most=THREADS)
-        dtype = _name_of(dtype, int8, half_io=half_io)
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
-        parts = _PROGRAM + _WRITTEN + time * _TIMED
-        parts += _IN_INT8 * (int8 is not None) + (dtype is not None)
-        self.speedup = self.int8 = self.half = None
+        self.speedup, self.in_fewer_bits = None, {}
+        beside_it = Beside.of(fewer_bits, opset, self._made.pieces)
+        opset, parts = beside_it.opset, _WRITTEN + time * _TIMED + beside_it.effort
         with stage(f"writing {Path(path).name}"), counting(parts) as counter:
-            pieces, self._untimed = self._made.pieces, ""
-            counter.step(_PROGRAM)
-            if dtype is not None:
-                in_half = provided("HalfFile")(dtype, opset, pieces)
-                opset = in_half.opset
-            if int8 is not None:
-                in_int8 = provided("Int8File")(int8, opset, pieces)
+            self._untimed = ""
             with Unfinished() as files:
                 with counter.takes(_WRITTEN):
                     certificate = self._write_proven(files, path, opset, external_data)
                 file, unfinished = next(iter(files.paths.items()))
                 dense: Path | None = None
                 if time:
-                    has_int8 = int8 is not None
                     with counter.takes(_TIMED):
-                        dense = self._time(unfinished, beside, threads, opset, has_int8=has_int8)
+                        dense = self._time(unfinished, beside, threads, opset, beside_it.names)
                 facts = self._describe(files, certificate)
-                proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense)
-                if int8 is not None:
-                    target, _ = files.begin(in_int8.beside(file))
-                    with counter.takes(_IN_INT8):
-                        self.int8 = in_int8.write(proven, target, self.ranges, compensate)
-                if dtype is not None:
-                    unfinished_half = files.begin(in_half.beside(file))
-                    self.half = in_half.write(proven, *unfinished_half, half_io)
+                known = (facts, threads, time, dense, self.ranges)
+                proven = InFloat32(unfinished, self._made.pieces[0], *known)
+                for each in beside_it.made:
+                    place = files.begin(file.with_name(f"{file.stem}.{each.name}{file.suffix}"))
+                    with counter.takes(each.effort):
+                        self.in_fewer_bits[each.name] = each.write(proven, *place)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files
@@ -205,7 +194,12 @@ class Export(Outcome):
         return certificate
 
     def _time(
-        self, path: Path, beside: nn.Module | None, threads: int, opset: int | None, **facts: Any
+        self,
+        path: Path,
+        beside: nn.Module | None,
+        threads: int,
+        opset: int | None,
+        also: Sequence[str],
     ) -> Path | None:
         """Time a file, and return the path of the dense network's; None where that fails."""
         pieces = self._made.pieces
@@ -225,7 +219,7 @@ class Export(Outcome):
             with counting(_TIMED) as counter:
                 with counter.takes(_WRITTEN):
                     file = dense.file(pieces[0].sizes, opset)
-                known = cut_facts(self.plan, self.kept, self.asked, **facts)
+                known = cut_facts(self.plan, self.kept, self.asked, also)
                 with counter.takes(_TIMED - _WRITTEN):
                     self.speedup = measured(path, file, pieces[0], threads, macs, known)
         except Exception as error:  # of torch, ONNX Runtime or the system: the file itself is right
@@ -251,8 +245,8 @@ class Export(Outcome):
 
     def _warn_of_files(self) -> None:
         warnings = [self.speedup.warning] if self.speedup is not None else []
-        for each in (self.int8, self.half):
-            warnings += each.warnings if each is not None else []
+        for each in self.in_fewer_bits.values():
+            warnings += each.warnings
         for text in filter(None, warnings):
             warn(text)
 
@@ -440,19 +434,6 @@ def _write_pt2(piece: ExportedPart, path: str | os.PathLike[str]) -> Path:
             "(save_onnx, --onnx) and the state (--state) need no such name."
         ) from error
     return file
-
-
-def _name_of(dtype: str | torch.dtype | None, int8: Any, *, half_io: bool) -> str | None:
-    """Return the name of a dtype.
-
-    Raises:
-        UsageError: an option is given without the file that it is about.
-    """
-    if isinstance(int8, bool):
-        raise UsageError("int8 takes inputs to calibrate with, such as the training data")
-    if half_io and dtype is None:
-        raise UsageError('half_io is about a file in 16 bits: give dtype="float16" or "bfloat16"')
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 Export.__doc__ = Outcome.__doc__  # which lists the attributes

@@ -17,7 +17,6 @@ from torch import nn
 from l0prune.capture.weights import weights_of
 from l0prune.errors import FileError
 from l0prune.exporting.onnx.speedup import Speedup
-from l0prune.exporting.outcome import InFewerBits
 from l0prune.exporting.result import Export
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import holder
@@ -66,7 +65,7 @@ def from_export(small: Export, first: Export | None = None) -> Content:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
     files = list(small.files)
-    if _others(small):  # only the float32 file counts, with its weights
+    if small.in_fewer_bits:  # only the float32 file counts, with its weights
         files = [each for each in files if each.name.startswith(files[0].name)]
     size, times = sum(file.stat().st_size for file in files), small.times
     before = None if times is None else times.dense_bytes
@@ -213,15 +212,9 @@ def _time(speedup: Speedup) -> Time:
     )
 
 
-def _others(small: Export) -> dict[str, InFewerBits]:
-    """Return the results of the files with fewer bits beside the float32 one, by format."""
-    found: dict[str, InFewerBits] = {} if small.int8 is None else {"int8": small.int8}
-    return found if small.half is None else {**found, small.half.dtype: small.half}
-
-
 def _notes_on_others(small: Export) -> list[str]:
     found = []
-    for name, other in _others(small).items():
+    for name, other in small.in_fewer_bits.items():
         said = (each[:1].upper() + each[1:] for each in other.warnings)
         found.append(" ".join((f"In {name}: {other}.", *(f"{each}." for each in said))))
     return found

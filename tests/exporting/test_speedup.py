@@ -140,8 +140,8 @@ def test_nothing_is_advised_that_was_done():
     assert "round_to" not in " ".join(rounded)
     in_time = advice_for(losses, CutFacts(("params=0.5", "layer3.*: latency=0.5")))
     assert "speed=2" not in " ".join(in_time)
-    assert "eight bits" not in " ".join(advice_for(losses, CutFacts(has_int8=True)))
-    done = CutFacts(("speed=2",), in_blocks=True, has_int8=True)
+    assert "eight bits" not in " ".join(advice_for(losses, CutFacts(beside=["int8"])))
+    done = CutFacts(("speed=2",), in_blocks=True, beside=["int8"])
     assert advice_for((LOSS,), done) == ()
 
 
@@ -154,16 +154,16 @@ def test_facts_are_those_of_the_cut(monkeypatch):
 
     def settings(round_to):
         l0prune.fit(model, "macs=0.5", torch.rand(gates.plan.size), round_to=round_to)
-        return cut_facts(gates.plan, gates.plan.kept(gates.open()), gates.asked, has_int8=False)
+        return cut_facts(gates.plan, gates.plan.kept(gates.open()), gates.asked)
 
     assert settings(1) == CutFacts(("macs=0.5",), False, 8)
     gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
     assert settings(8).in_blocks
     everything = torch.ones(gates.plan.size, dtype=torch.bool)
-    whole = cut_facts(gates.plan, everything, (), has_int8=True)
-    assert whole == CutFacts((), True, 8, has_int8=True)
+    whole = cut_facts(gates.plan, everything, (), ["int8"])
+    assert whole == CutFacts((), True, 8, beside=["int8"])
     everything[[axis.start for axis in gates.plan.axes if axis.kind == "branch"]] = False
-    assert cut_facts(gates.plan, gates.plan.kept(everything), (), has_int8=True).in_blocks
+    assert cut_facts(gates.plan, gates.plan.kept(everything), (), ["int8"]).in_blocks
 
 
 @pytest.mark.parametrize(("flags", "block"), [(["avx512f"], 16), (["avx2"], 8), ([], 16)])

@@ -72,14 +72,14 @@ class CutFacts:
         in_blocks: whether the widths that were cut are blocks in which the runtime is fastest.
         block: channels that it computes at once.
         may_drop_branches: whether branches without gates could have gates.
-        has_int8: whether a file in eight bits is written beside it.
+        beside: files of fewer bits that are written beside it, by name.
     """
 
     asked: tuple[str, ...] = ()
     in_blocks: bool = False
     block: int = 16
     may_drop_branches: bool = False
-    has_int8: bool = False
+    beside: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def advice_for(losses: Sequence[Loss], facts: CutFacts) -> tuple[str, ...]:
         found.append("gates on whole branches (branches=True, no --no-branches)")
     if causes & {"start", "runtime"}:
         found.append("more examples in a call")
-    if causes & {"memory", "size"} and not facts.has_int8:
+    if causes & {"memory", "size"} and "int8" not in facts.beside:
         found.append("a file in eight bits (int8=…, --int8)")
     return tuple(found)
 
@@ -261,7 +261,9 @@ def _measure(text: str) -> str:
     return text.rpartition("=")[0].rpartition(":")[2].strip()
 
 
-def cut_facts(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: bool) -> CutFacts:
+def cut_facts(
+    plan: Plan, kept: Tensor, asked: tuple[str, ...], beside: Sequence[str] = ()
+) -> CutFacts:
     """Return the facts of a network that keeps these slots, bool and flat.
 
     Widths of axes that stay whole are the model's own, and those of branches that are gone none.
@@ -269,7 +271,7 @@ def cut_facts(plan: Plan, kept: Tensor, asked: tuple[str, ...], *, has_int8: boo
     in_blocks = are_in_blocks(plan, kept, times_on(TARGET).blocks(plan))
     gates_branches = any(axis.kind == KIND for axis in plan.axes)
     may_drop = bool(plan.branches) and not gates_branches
-    return CutFacts(asked, in_blocks, runtime_block(), may_drop, has_int8)
+    return CutFacts(asked, in_blocks, runtime_block(), may_drop, beside)
 
 
 def measured(

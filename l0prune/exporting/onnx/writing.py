@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from l0prune.doors import provided
 from l0prune.errors import CertificateError, UsageError
@@ -22,11 +20,9 @@ from l0prune.exporting.uncut import rounding_in
 from l0prune.files.atomic import replacement
 from l0prune.files.source_file import SourceFile
 from l0prune.infer.nodes import called, draws
-from l0prune.plan.globs import listed
 from l0prune.progress.stages import stage
 
 _FIRST = 7  # the oldest opset that ONNX Runtime reads
-_OF_FLOAT32 = ("certificate", "changed", "speedup", "times")  # metadata about that file alone
 
 
 class Unfinished(ExitStack):
@@ -90,64 +86,6 @@ class Unfinished(ExitStack):
         own = unknown if piece.state else measured
         with stage("comparing the ONNX file with the gated model"):
             return compare_file("onnx", piece.answers, run, piece.path, piece.read, own)
-
-
-@dataclass(frozen=True)
-class InFloat32:
-    """The certified file in float32 from which a file of fewer bits is made.
-
-    Attributes:
-        path: of the file.
-        piece: that it was made from.
-        facts: its metadata.
-        threads: that a call may use when it is timed.
-        is_timed: whether files made from it are timed, beside it.
-        dense: the dense network's file in float32, beside which they are timed, too.
-    """
-
-    path: Path
-    piece: ExportedPart
-    facts: Mapping[str, str]
-    threads: int
-    is_timed: bool = True
-    dense: Path | None = None
-
-    @property
-    def is_apart(self) -> bool:
-        """Return whether the weights are in a separate file."""
-        import onnx
-
-        graph = onnx.load(str(self.path), load_external_data=False).graph
-        return any(tensor.external_data for tensor in graph.initializer)
-
-    def describe(self, made: Path, **about: Any) -> None:
-        """Write this file's metadata and the facts ``about`` into a file made from it.
-
-        Facts about this file alone get a prefix, as in ``float32.certificate``.
-        """
-        facts = {
-            f"float32.{name}" if name in _OF_FLOAT32 else name: value
-            for name, value in self.facts.items()
-        }
-        describe(made, {**facts, "batch": self.piece.takes, **about})
-
-
-def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None:
-    """Raise UsageError for a model in parts, or with state: ``what`` is made from a single file.
-
-    Raises:
-        UsageError: it is in parts, or has state.
-    """
-    if len(pieces) != 1 or pieces[0].path:
-        raise UsageError(
-            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
-            f"parts, and {what} is made of one: {way_on}"
-        )
-    if pieces[0].state:
-        raise UsageError(
-            f"this model keeps {listed([*pieces[0].state])} from one call to the next, and {what} "
-            f"is compared in single calls, which does not say what becomes of that: {way_on}"
-        )
 
 
 def check_opset(opset: int | None) -> None:

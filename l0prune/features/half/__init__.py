@@ -6,5 +6,5 @@ FEATURE = Feature(
     __name__,
     more={"export": "options"},
     options={"Output": ("dtype", "half_io")},
-    functions={"HalfFile": "file"},
+    derived={"dtype": "file", "half_io": "file"},
 )

@@ -24,11 +24,11 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.errors import L0pruneError, UsageError, first_line
 from l0prune.exporting.certify.dtypes import cast
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.derived import DERIVED, Derived, InFloat32, check_in_one
 from l0prune.exporting.onnx.differences import Differences, Outputs, as_texts, differences
 from l0prune.exporting.onnx.external import LARGEST, move_out
 from l0prune.exporting.onnx.file import rename_values
 from l0prune.exporting.onnx.times import Times, as_text, times_beside
-from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.onnx_session import session_of
 from l0prune.progress.stages import stage
@@ -98,21 +98,31 @@ class Half:
         return asdict(self)
 
 
-class HalfFile:
-    """File in 16 bits beside one in float32.
+class HalfFile(Derived):
+    """File in 16 bits beside one in float32, as ``exporting/onnx/derived.py`` has it."""
 
-    Attributes:
-        dtype: ``float16`` or ``bfloat16``.
-        opset: of both files; None for the exporter's own choice.
-    """
+    keyword, also = "dtype", ("half_io",)
 
-    def __init__(self, dtype: str, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
+    def __init__(
+        self,
+        given: str | torch.dtype,
+        opset: int | None,
+        pieces: Sequence[ExportedPart],
+        half_io: bool = False,
+    ) -> None:
         """Take what an export is to be written as.
+
+        Args:
+            given: ``float16`` or ``bfloat16``.
+            opset: that was asked for; None for the exporter's own choice.
+            pieces: of the export.
+            half_io: whether inputs and outputs are in this dtype, too.
 
         Raises:
             UsageError: the dtype is unknown, operators take it in later opsets only, or the model
                 is captured in parts.
         """
+        dtype = str(given).removeprefix("torch.")
         if dtype not in _TYPES:
             raise UsageError(f"dtype={dtype!r}: beside float32 a file is in {' or '.join(_TYPES)}")
         way_on = "convert each of them (onnxruntime.transformers.float16)"
@@ -124,13 +134,9 @@ class HalfFile:
                     f"opset {opset} has no convolutions in bfloat16: give {_FIRST_OF_BFLOAT16} or "
                     "more, or leave opset out"
                 )
-        self.dtype, self.opset = dtype, opset
+        self.name, self.opset, self._half_io = dtype, opset, half_io
 
-    def beside(self, path: Path) -> Path:
-        """Return the path of this file beside another one: ``model.float16.onnx``."""
-        return path.with_name(f"{path.stem}.{self.dtype}{path.suffix}")
-
-    def write(self, proven: InFloat32, target: Path, data: Path, half_io: bool = False) -> Half:
+    def write(self, proven: InFloat32, target: Path, data: Path) -> Half:
         """Write the file from the one in float32, and compare the two.
 
         Args:
@@ -138,20 +144,19 @@ class HalfFile:
             target: path of the file in 16 bits.
             data: path of its weights, beside ``target``, if those of ``proven`` are in a separate
                 file.
-            half_io: whether inputs and outputs are in this dtype, too.
 
         Raises:
             UsageError: the weights are too many for the converter.
             L0pruneError: ONNX Runtime rejects the file.
         """
-        dtype, single = self.dtype, onnx.load(str(proven.path))
+        dtype, single = self.name, onnx.load(str(proven.path))
         if single.ByteSize() > LARGEST:
             raise UsageError(
                 f"a file of more than 2 GB in float32 is not converted to {dtype}: ONNX Runtime's "
                 "converter holds it in one message. Export without dtype"
             )
         with stage(f"converting the file to {dtype}"):
-            made, too_large = in_half(single, dtype, half_io=half_io)
+            made, too_large = in_half(single, dtype, half_io=self._half_io)
             converted = onnx_ir.from_proto(made)
             if proven.is_apart:
                 move_out(converted, data)
@@ -177,6 +182,9 @@ class HalfFile:
         )
         proven.describe(target, **{dtype: json.dumps(about_it.to_dict())})
         return about_it
+
+
+DERIVED["dtype"] = DERIVED["half_io"] = HalfFile
 
 
 def in_half(

@@ -7,8 +7,8 @@ FEATURE = Feature(
     more={"export": "options"},
     options={"Output": ("int8", "compensate_rounding")},
     most_used={"export": ("int8",)},
+    derived={"int8": "file", "compensate": "file"},
     functions={
-        "Int8File": "file",
         "Quantizing": "training",
         "check_menu": "bits",
         "int8_for_times": "quantizer",

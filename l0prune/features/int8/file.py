@@ -20,9 +20,9 @@ from l0prune.capture.example_inputs import examples_in
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.derived import DERIVED, Derived, InFloat32, check_in_one
 from l0prune.exporting.onnx.differences import as_texts
 from l0prune.exporting.onnx.times import Times, as_text, times_beside
-from l0prune.exporting.onnx.writing import InFloat32, check_in_one
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.features.int8.calibration import divided, feeds_of, is_source, rows_in
@@ -139,19 +139,32 @@ class Int8:
         return asdict(self)
 
 
-class Int8File:
+class Int8File(Derived):
     """File in eight bits beside one in float32.
 
     Args:
         given: calibration data, as ``calibration.feeds_of`` takes it.
         opset: of both files; None for the exporter's own choice.
         pieces: that the files are made of.
+        compensate: whether weights that make up for the rounding are tried; see ``compensation``.
+            Weights that were trained with fake quantization stay as they are.
 
     Raises:
-        UsageError: the model is captured in parts, or the opset is too old.
+        UsageError: no data are given, the model is captured in parts, or the opset is too old.
     """
 
-    def __init__(self, given: Any, opset: int | None, pieces: Sequence[ExportedPart]) -> None:
+    keyword, also, effort = "int8", ("compensate",), 15
+    name = "int8"
+
+    def __init__(
+        self,
+        given: Any,
+        opset: int | None,
+        pieces: Sequence[ExportedPart],
+        compensate: bool = True,
+    ) -> None:
+        if isinstance(given, bool):
+            raise UsageError("int8 takes inputs to calibrate with, such as the training data")
         quantizer = "onnxruntime.quantization.quantize_static"
         way_on = f"quantize the files of the parts with what each is given ({quantizer})"
         check_in_one(pieces, "an int8 file", way_on)
@@ -160,23 +173,15 @@ class Int8File:
                 "an int8 file has a scale for each output of a layer, which opset "
                 f"{opset} cannot say: give {FIRST_OPSET} or more, or leave opset out"
             )
-        self._given = given
+        self._given, self.opset, self._compensates = given, opset, compensate
 
-    def beside(self, path: Path) -> Path:
-        """Return the path of this file beside another one: ``model.int8.onnx``."""
-        return path.with_name(f"{path.stem}.int8{path.suffix}")
-
-    def write(
-        self, proven: InFloat32, target: Path, ranges: Ranges | None, compensates: bool
-    ) -> Int8:
+    def write(self, proven: InFloat32, target: Path, data: Path) -> Int8:
         """Write the file of one in float32, and compare the two.
 
         Args:
             proven: the file in float32.
-            target: of the int8 file.
-            ranges: of the training, which the file then has; None to calibrate them.
-            compensates: whether weights that make up for the rounding are tried; see
-                ``compensation``. Weights that were trained with fake quantization stay as they are.
+            target: of the int8 file, which has the ranges of the training, if there are any.
+            data: unused, since weights in eight bits are in the file.
 
         Raises:
             UsageError: the weights are in a separate file; the inputs do not fit, or are too few.
@@ -189,6 +194,7 @@ class Int8File:
                 "external_data out"
             )
         path, piece, threads = proven.path, proven.piece, proven.threads
+        ranges: Ranges | None = proven.ranges
         network = collect.Network(path, threads, collect.CPU)
         names = [each.name for each in network.session.get_inputs()]
         seen, unseen = divided(feeds_of(self._given, piece, names))
@@ -199,7 +205,9 @@ class Int8File:
                 made = quantized(onnx.load(str(path)), ranges, there)
                 method, search, seen = TRAINED, None, []
             else:
-                search = _searched(path, seen, comparison, Path(folder), compensates=compensates)
+                search = _searched(
+                    path, seen, comparison, Path(folder), compensates=self._compensates
+                )
                 made, method = search.made(), search.method
             del made.metadata_props[:]  # facts about the file in float32
             target.write_bytes(made.SerializeToString())
@@ -228,6 +236,9 @@ class Int8File:
         )
         proven.describe(target, int8=json.dumps(about_it.to_dict()))
         return about_it
+
+
+DERIVED["int8"] = DERIVED["compensate"] = Int8File
 
 
 def _searched(

@@ -195,7 +195,7 @@ def test_a_dtype_of_torch_is_one_and_flags_without_their_file_are_refused(tmp_pa
     small = l0prune.export(gated())
     small.save_onnx(tmp_path / "model.onnx", dtype=torch.float16)
     assert small.half.dtype == "float16"
-    with pytest.raises(UsageError, match="half_io is about a file in 16 bits"):
+    with pytest.raises(UsageError, match="half_io= is about the file that dtype= asks for"):
         small.save_onnx(tmp_path / "other.onnx", half_io=True)
     with pytest.raises(UsageError, match="int8 takes inputs to calibrate with"):
         small.save_onnx(tmp_path / "other.onnx", int8=True)
