@@ -244,16 +244,16 @@ def one_onnx_registry() -> Iterator[None]:
     """Cache the operator registry of torch's ONNX exporter within the context.
 
     Without it each export parses the source of all functions of onnxscript: half of the time for
-    a file of few nodes.
+    a file of few nodes. Operators of torchvision are in it only once torchvision is loaded.
     """
     registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-    made = staticmethod(_once(registry.from_torchlib))
+    made = staticmethod(_once(registry.from_torchlib, "torchvision" in sys.modules))
     with replaced(registry, "from_torchlib", made):
         yield
 
 
 @cache
-def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+def _once(function: Callable[..., Any], has_torchvision: bool) -> Callable[..., Any]:
     return cache(function)
 
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import logging
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -232,6 +233,15 @@ def test_the_exporter_gets_its_operators_where_they_are_kept(program, monkeypatc
         assert len(asked) == 1
     registry.from_torchlib()
     assert len(asked) == 2
+    # Which operators torchvision brings is known once it is loaded.
+    modules = dict(sys.modules)
+    monkeypatch.setattr(sys, "modules", modules)
+    has_torchvision = modules.pop("torchvision", None) is not None
+    modules |= {} if has_torchvision else {"torchvision": torch}
+    for _ in range(2):
+        with compat.one_onnx_registry():
+            registry.from_torchlib()
+        assert len(asked) == 3
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():
