@@ -101,6 +101,7 @@ class Feature:
         rules: operators, as ``aten.conv2d`` (``infer/registry.py``).
         gates: kinds of gates (``gating/kinds/base.py``).
         measures: that a budget can be about (``plan/measures.py``).
+        units: of these: the suffixes of an amount with their values, known without torch.
         scores: one-shot scores of slots (``selection/scores.py``).
         penalties: on the sizes of weights (``features/penalties/shrinkage.py``).
         runtimes: that networks are timed on and made for (``features/latency/runtimes.py``).
@@ -133,6 +134,7 @@ class Feature:
     rules: Mapping[str, str] = field(default_factory=dict)
     gates: Mapping[str, str] = field(default_factory=dict)
     measures: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     scores: Mapping[str, str] = field(default_factory=dict)
     penalties: Mapping[str, str] = field(default_factory=dict)
     runtimes: Mapping[str, str] = field(default_factory=dict)

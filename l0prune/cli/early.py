@@ -16,7 +16,7 @@ from l0prune.errors import DataError, FileError
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import is_code
 from l0prune.plan import names
-from l0prune.plan.budget_text import UNITS, check_texts
+from l0prune.plan.budget_text import check_texts, known_units
 from l0prune.plan.targets import check_target
 from l0prune.training.fields import check_fields
 from l0prune.training.settings import STARTS, Settings
@@ -76,7 +76,8 @@ def _units() -> dict[str, Mapping[str, float]]:
     """Return the units of all measures: in a process that has loaded them, of added ones, too."""
     loaded = sys.modules.get("l0prune.plan.measures")
     added = () if loaded is None else loaded.names()
-    return UNITS | {name: loaded.kind_of(name).suffixes for name in added}  # type: ignore[union-attr]
+    known = {name: loaded.kind_of(name).suffixes for name in added}  # type: ignore[union-attr]
+    return known_units() | known
 
 
 def _check_file(path: Path) -> None:

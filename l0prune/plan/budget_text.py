@@ -6,24 +6,17 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from l0prune.doors import missing
+from l0prune.doors import behind, missing
 from l0prune.errors import UsageError, meant
 
-_COUNTED = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-# The measures that come with l0prune, with their units.
-UNITS: dict[str, Mapping[str, float]] = {
-    "params": _COUNTED,
-    "macs": _COUNTED,
+COUNTED = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+UNITS: dict[str, Mapping[str, float]] = {  # of the measures of the core
+    "params": COUNTED,
+    "macs": COUNTED,
     "width": {"": 1.0},
     "heads": {"": 1.0},
     "latency": {"ms": 1.0, "us": 1e-3, "µs": 1e-3, "s": 1e3},
-    "bops": _COUNTED,
-    "active_params": _COUNTED,
-    "memory": {
-        "B": 1.0,
-        **{f"{k}B": 1e3**n for n, k in enumerate("kMGT", 1)},
-        **{f"{k}iB": 1024.0**n for n, k in enumerate("KMGT", 1)},
-    },
+    "bops": COUNTED,
 }
 SPEED = "speed"  # name of budgets in times as fast
 HELP = (
@@ -82,7 +75,12 @@ def check_measure(name: str, known: Collection[str]) -> None:
         )
 
 
-def check_texts(texts: Iterable[str], units: Mapping[str, Mapping[str, float]] = UNITS) -> None:
+def known_units() -> dict[str, Mapping[str, float]]:
+    """Return the units of the measures of the core and of all features."""
+    return UNITS | {name: feature.units[name] for name, feature in behind("units")}
+
+
+def check_texts(texts: Iterable[str], units: Mapping[str, Mapping[str, float]]) -> None:
     """Check that budgets can be read, and are about measures with these units.
 
     Raises:

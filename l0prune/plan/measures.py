@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from l0prune.doors import Registry
 from l0prune.errors import UsageError
-from l0prune.plan.budget_text import UNITS, check_measure
+from l0prune.plan.budget_text import COUNTED, UNITS, check_measure
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
 from l0prune.plan.plan import Axis, Cost, Plan
@@ -285,7 +285,7 @@ _LARGE = ["", " k", " M", " G", " T"]
 class Count(SumOfTerms):
     """Measure that is a whole number, such as parameters or MACs."""
 
-    suffixes: ClassVar = UNITS["macs"]
+    suffixes: ClassVar = COUNTED
 
     def actual(self, open_: Tensor, through: Axes = None) -> int:
         """The count of the model that an export with these open gates makes."""

@@ -9,7 +9,7 @@ from l0prune.features.penalties.shrinkage import PENALTIES
 from l0prune.files.consent import SOURCES
 from l0prune.gating.kinds import base
 from l0prune.plan import names
-from l0prune.plan.budget_text import UNITS, check_texts
+from l0prune.plan.budget_text import check_texts, known_units
 from l0prune.plan.measures import kind_of
 from l0prune.running import criteria, sources
 from l0prune.selection import scores
@@ -92,14 +92,14 @@ def test_these_are_the_names_that_are_registered():
     for name in (*names.PENALTIES, "group-scad"):
         names.check_penalty(name)
     assert {name.replace("-", "_") for name in names.GATES} <= {*base.KINDS}
-    for name, units in UNITS.items():
+    for name, units in known_units().items():
         assert kind_of(name).suffixes == units
 
 
 @pytest.mark.parametrize("text", ["macs", ": macs=0.5", "macs=.5.5", "macs=0.5,"])
 def test_texts_that_are_no_budget(text):
     with pytest.raises(L0pruneError, match="cannot read"):
-        check_texts([text])
+        check_texts([text], known_units())
 
 
 def test_defaults_of_settings_are_among_those_allowed():

@@ -1,6 +1,7 @@
 """Mixtures of experts with fewer experts: ``l0prune.shrink_experts`` and ``l0prune experts``."""
 
 from l0prune.doors import Feature
+from l0prune.plan.budget_text import COUNTED
 
 FEATURE = Feature(
     __name__,
@@ -8,5 +9,6 @@ FEATURE = Feature(
     commands={"experts": "command"},
     most_used={"experts": ("data", "experts", "out")},
     measures={"active_params": "active"},
+    units={"active_params": COUNTED},
     options={"Machine": ("samples",)},
 )

@@ -2,4 +2,10 @@
 
 from l0prune.doors import Feature
 
-FEATURE = Feature(__name__, measures={"memory": "memory"})
+BYTES = {
+    "B": 1.0,
+    **{f"{k}B": 1e3**n for n, k in enumerate("kMGT", 1)},
+    **{f"{k}iB": 1024.0**n for n, k in enumerate("KMGT", 1)},
+}
+
+FEATURE = Feature(__name__, measures={"memory": "memory"}, units={"memory": BYTES})

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.features.memory import BYTES
 from l0prune.features.memory.cache import cached
 from l0prune.features.memory.conditions import DTYPES, EXAMPLES, Conditions
 from l0prune.gating.attaching import holder, weights_of
 from l0prune.infer.dataflow import folded
 from l0prune.plan.branch import KIND, in_switches
-from l0prune.plan.budget_text import UNITS
 from l0prune.plan.cost import Amounts, Axes, CostModel
 from l0prune.plan.layout import Layouts
-from l0prune.plan.measures import Measure, SumOfTerms, register
+from l0prune.plan.measures import Measure, register
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch
 
@@ -27,7 +27,7 @@ CACHE, ACTIVATIONS = "the cache of keys and values", "the activations of one cal
 
 
 @register
-class Memory(SumOfTerms):
+class Memory(Measure):
     """Bytes of stored tensors, of the cache at a context, and of activations at their peak.
 
     Stored tensors are parameters and buffers. Activations are the values of the captured graph
@@ -41,11 +41,12 @@ class Memory(SumOfTerms):
     """
 
     name, label = "memory", "memory"
-    suffixes: ClassVar = UNITS[name]
+    suffixes: ClassVar = BYTES
     conditions = EXAMPLES
 
     def __init__(self, plan: Plan, costs: list[Cost], batch: int) -> None:
-        super().__init__(plan, CostModel(plan, costs))
+        super().__init__(plan)
+        self.costs = CostModel(plan, costs)
         values = [each.of_examples(batch) for each in plan.activations]
         self._sizes = Amounts(plan, values)
         self._made = torch.tensor([each.made for each in values])
@@ -72,29 +73,13 @@ class Memory(SumOfTerms):
 
     def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
         """The expected amount at open probabilities ``p``; see ``Measure``."""
-        return super().expected(p, dtype, through) + self._peak(p, through).to(dtype or p.dtype)
-
-    def actual(self, open_: Tensor, through: Axes = None) -> float:
-        """The amount of the model that an export with these open gates makes."""
-        kept = self.plan.kept(open_).to(torch.float64)
-        return super().actual(open_, through) + float(self._peak(kept, through))
-
-    def dense(self, through: Axes = None) -> float:
-        """The amount with all gates open."""
-        return Measure.dense(self, through)
-
-    def reachable(self) -> float:
-        """Return the share of the dense amount removed with every gate closed, from 0 to 1."""
-        return Measure.reachable(self)
-
-    @property
-    def axes(self) -> frozenset[int]:
-        """Numbers of the axes whose slots count."""
-        return Measure.axes.fget(self)  # type: ignore[attr-defined, no-any-return]
+        stored = self.costs.expected(p, self.name, dtype=dtype, through=through)
+        return stored + self._peak(p, through).to(stored.dtype)
 
     def by_owner(self, kept: Tensor) -> dict[str, float]:
         """Return the bytes of each module's tensors, by path, of the cache and of activations."""
-        return super().by_owner(kept) | {ACTIVATIONS: float(self._peak(kept, None))}
+        stored = self.costs.by_owner(kept, self.name)
+        return stored | {ACTIVATIONS: float(self._peak(kept, None))}
 
     def _peak(self, p: Tensor, through: Axes) -> Tensor:
         """Return the bytes of the values that are needed at the fullest step."""
