@@ -285,7 +285,7 @@ _LARGE = ["", " k", " M", " G", " T"]
 class Count(SumOfTerms):
     """Measure that is a whole number, such as parameters or MACs."""
 
-    suffixes: ClassVar = COUNTED
+    suffixes: ClassVar[Mapping[str, float]] = COUNTED
 
     def actual(self, open_: Tensor, through: Axes = None) -> int:
         """The count of the model that an export with these open gates makes."""
