@@ -41,7 +41,7 @@ def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
         UsageError: the model has changed since it was gated.
     """
     plain, example, gated_by = network.plain, network.example, network.plan
-    if gated_by.parts == ("",):
+    if not gated_by.in_parts:
         why_fixed = ""
         for captured in _captures(network, frees_batch):
             captured = replace(captured, why_fixed=captured.why_fixed or why_fixed)

@@ -43,7 +43,7 @@ def why_no_class(
     """
     tensors = [*model.parameters(), *model.buffers()]
     is_large = sum(p.numel() for p in model.parameters()) > _LARGEST
-    if plan.parts != ("",) or not plan.axes or is_large or any(t.is_meta for t in tensors):
+    if plan.in_parts or not plan.axes or is_large or any(t.is_meta for t in tensors):
         return None
     if holds_objects(example):  # tensors in objects are cut with a capture only
         return None

@@ -18,7 +18,7 @@ def check_class_alone(network: Network) -> Network:
         NotThisWay: the model was captured in parts, or loses branches, and only a capture shows
             which modules to skip for these.
     """
-    is_whole = network.plan.parts == ("",) and "" not in counted_in(network.plan)
+    is_whole = not network.plan.in_parts and "" not in counted_in(network.plan)
     if not is_whole or (network.gone and network.parts is None):
         raise NotThisWay
     return network

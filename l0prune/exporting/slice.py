@@ -48,7 +48,7 @@ def slice_tensors(network: Network) -> Network:
 def slice_graphs(network: Network) -> Network:
     """Put the sliced tensors into the captured graphs, and rewrite the sizes in the graphs."""
     parts, narrow = network.captured, network.narrow
-    if parts.plan.parts == ("",):
+    if not parts.plan.in_parts:
         narrow = narrowing(parts.found[0].analysis, network.by_part[""].kept)
     device = device_of(network.plain)
     graphs = dense_graphs(parts, network.by_part, network.tensors, network.dtypes, device)

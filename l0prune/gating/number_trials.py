@@ -162,7 +162,7 @@ def _is_tried(model: nn.Module, parts: Parts) -> bool:
     kinds = {each.dtype for each in tensors if each.is_floating_point() or each.is_complex()}
     calls = sum(len(part.analysis.captured.graph.nodes) for part in parts.found)
     return (
-        parts.plan.parts == ("",)
+        not parts.plan.in_parts
         and not parts.draws
         and len(kinds) == 1
         and kinds <= _ROUNDING.keys()

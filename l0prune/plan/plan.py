@@ -224,6 +224,11 @@ class Plan:
         return self
 
     @property
+    def in_parts(self) -> bool:
+        """Return whether submodules were captured one by one."""
+        return self.parts != ("",)
+
+    @property
     def size(self) -> int:
         """Number of gates."""
         return sum(axis.size for axis in self.axes)

@@ -356,7 +356,7 @@ class Survey:
                 )
         refused = (pin for pin in self.pins if pin.where.startswith(REFUSED))
         yield from (Text(f"The {pin.where}: {pin.reason}.") for pin in refused)
-        if self.plan.parts != ("",):
+        if self.plan.in_parts:
             yield Text(
                 "torch.export cannot follow the whole model, so it is captured in parts: "
                 f"{', '.join(self.plan.parts)}. The code between them runs on as it is, and its "
@@ -448,7 +448,7 @@ def survey(
     layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)
     fixed = fixed_sizes(model, parts.example, free)
-    if dynamic_shapes is not None and parts.plan.parts == ("",):
+    if dynamic_shapes is not None and not parts.plan.in_parts:
         fixed = fixed_batch(model, parts.example) | fixed
     no_class = None
     if own_class and source_file_of(model) is None:  # a file has no class of the user's

@@ -141,7 +141,7 @@ class Compaction:
             )
         if self._is_part:
             return "it is a part of the module that is trained: give finetune the network itself"
-        if self._gates.plan.parts != ("",):
+        if self._gates.plan.in_parts:
             return "it was captured in parts"
         is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._own_loop and self.take_off is None and (is_shared or self._is_joined):

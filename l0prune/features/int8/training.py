@@ -84,7 +84,7 @@ class Quantizing:
 def _quantizer(root: nn.Module, menu: tuple[int, ...]) -> FakeQuantizer:
     """Return the quantizer of a model for these bits, with the scheme of its last one, if any."""
     _, gates = holder(root)
-    if gates.plan.parts != ("",):
+    if gates.plan.in_parts:
         raise UsageError(
             "quantize is for models that are captured whole, and this one was captured in parts: "
             "an int8 file is made of one. Leave quantize out"
