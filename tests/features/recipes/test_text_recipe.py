@@ -6,7 +6,8 @@ import torch
 
 from l0prune.errors import DataError, UsageError
 from l0prune.features.recipes.files import load
-from l0prune.features.recipes.runs import run
+from l0prune.features.recipes.runs import _data, run
+from l0prune.files.model_sources import load_model
 
 transformers = pytest.importorskip("transformers")
 WORDS = ["[PAD]", "[UNK]", "the", "cat", "sees", "a", "bird"]
@@ -51,6 +52,14 @@ def _in_a_folder(tmp_path, monkeypatch):
     )
 
 
+def test_every_eighth_line_is_for_the_test():
+    recipe = load("recipe/mine.toml", [])
+    data = _data(recipe, load_model(recipe.model.source), None)
+    assert [len(data.train), len(data.test)] == [8, 2]
+    assert data.test.example(2)["attention_mask"].sum(1).tolist() == [1, 9]
+
+
+@pytest.mark.slow
 def test_a_classifier_learns_its_own_answers_to_lines(tmp_path):
     result = run(load("recipe/mine.toml", []), tmp_path / "run", report=False)
     assert result["params"] <= 0.9 * result["params_before"]
