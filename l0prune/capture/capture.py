@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -394,13 +394,28 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
     for name in free.names:
         captured = capture(model, *example, dynamic_batch=True, free=free.only([name]))
         if name not in captured.free:
+            size = free.sizes(example)[name]
             found[name] = (
-                f"{name} cannot be free, but {free.sizes(example)[name]} alone"
-                f"{_because(captured.why_fixed)}. Leave it out of dynamic_shapes, or change the "
-                "code there: a number that it has can be read off the tensor (x.shape); a loop in "
-                "Python over as many steps can be one operator (nn.LSTM, cumsum)."
+                f"{name} cannot be free, but {size} alone{_because(captured.why_fixed)}. "
+                f"{_equally_large(captured.inputs, example, free, size)}Leave it out of "
+                "dynamic_shapes, or change the code there: a number that it has can be read off "
+                "the tensor (x.shape); a loop in Python over as many steps can be one operator "
+                "(nn.LSTM, cumsum)."
             )
     return found
+
+
+def _equally_large(inputs: Sequence[str], example: Inputs, free: FreeSizes, size: int) -> str:
+    """Return a sentence about inputs that have a dim of this size and no free one."""
+    leaves = pytree.tree_leaves(example)
+    others = [
+        name
+        for number, (name, leaf) in enumerate(zip(inputs, leaves, strict=False))
+        if isinstance(leaf, Tensor) and size in leaf.shape[1:] and not free.of(number)
+    ]
+    if not others:
+        return ""
+    return f"The same size is fixed in {', '.join(others)}: give its dim this name, too. "
 
 
 def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from l0prune.cli.options import key_values
-from l0prune.cli.project import find_recipe
+from l0prune.cli.project import read_recipe
 from l0prune.errors import DataError, FileError
-from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import is_code
 from l0prune.plan import names
 from l0prune.plan.budget_text import check_texts, known_units
@@ -40,8 +40,8 @@ def check(command: str, given: Mapping[str, Any]) -> None:
             check_it(found[name])
     if "recipe" in found:
         _check_recipe(found["recipe"], found.get("overrides", ()))
-    if command == "fit":
-        _check_score(found["score"])
+    if command == "fit" and found["score"] != "gates":
+        _check_names({"score": found["score"]})
     settings = {name: found[name] for name in Settings.model_fields if name in found}
     settings.pop("latency", None)  # here it is a file
     if command == "finetune":
@@ -61,15 +61,13 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
-    for kind in ("loss", "metric"):
-        if isinstance(name := settings.get(kind), str) and not is_code(name):
-            names.check_criterion(name, kind)
-    if "target" in settings:
-        check_target(settings["target"])
-    if isinstance(penalty := settings.get("penalty"), str):
-        names.check_penalty(penalty)
-    if "start" in settings:
-        names.check_score(settings["start"], (*STARTS, *names.SCORES))
+    """Check settings that are names; of ``file.py:name`` that the file is there."""
+    for name, check_it in _NAMES.items():
+        if isinstance(given := settings.get(name), str):
+            if is_code(given):
+                _check_file(Path(given.rpartition(":")[0]))
+            else:
+                check_it(given)
 
 
 def _units() -> dict[str, Mapping[str, float]]:
@@ -111,26 +109,35 @@ def _check_data(spec: str) -> None:
         raise names.no_data(spec)
 
 
-def _check_score(name: str) -> None:
-    if name != "gates":
-        names.check_score(name, names.SCORES)
-
-
 def _check_recipe(name: str, overrides: Sequence[str]) -> None:
     """Check the names in a recipe; what else it says is checked when it is read."""
-    content = read_toml(find_recipe(name))
-    replaced = {each.partition("=")[0] for each in overrides}
+    content = read_recipe(name, overrides)
+    for section, check_it in (("model", _check_model), ("data", _check_data)):
+        if source := _texts(content, section).get("source"):
+            check_it(source)
+    rounds = content.get("rounds")
+    parts = [each for each in rounds if isinstance(each, dict)] if isinstance(rounds, list) else []
+    for part in (content, *parts):
+        for section in ("data", "dense", "finetune", "fit", "recover"):
+            _check_names(_texts(part, section))
+        names.check_gate(_texts(part, "gate").get("kind", names.GATES[-1]), names.GATES)
 
-    def given(section: str) -> dict[str, Any]:
-        found = content.get(section)
-        entries = found.items() if isinstance(found, dict) else ()
-        return {k: v for k, v in entries if isinstance(v, str) and f"{section}.{k}" not in replaced}
 
-    _check_names(given("data"))
-    _check_names(given("finetune"))
-    names.check_gate(given("gate").get("kind", names.GATES[-1]), names.GATES)
+def _texts(content: Mapping[str, Any], section: str) -> dict[str, str]:
+    """Return the entries of a recipe's section that are texts."""
+    found = content.get(section)
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: value for key, value in entries if isinstance(value, str)}
 
 
+_NAMES: dict[str, Callable[[str], object]] = {
+    "loss": partial(names.check_criterion, kind="loss"),
+    "metric": partial(names.check_criterion, kind="metric"),
+    "penalty": names.check_penalty,
+    "score": partial(names.check_score, known=names.SCORES),
+    "start": partial(names.check_score, known=(*STARTS, *names.SCORES)),
+    "target": check_target,
+}
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _check_model,
     "model_option": _check_model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +19,7 @@ from l0prune.cli.opening import (
     load_data,
     preprocessing_in,
     recorded_data,
+    recorded_tokenizer,
     with_commands,
     with_step,
 )
@@ -86,6 +87,7 @@ def export(
     extras: Extras = (),
     data: options.DataSpec = None,
     data_root: options.DataRoot = None,
+    tokenizer: options.Tokenizer = None,
     timed: Timed = True,
     threads: Threads = 1,
     verify: Verified = "float64",
@@ -110,7 +112,9 @@ def export(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     endings = [PT2] * pt2 + [PTE] * pte + [TFLITE] * tflite
-    examples = partial(_examples, given=(data, data_root, info, path, trust_pickle))
+    words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
+    named = partial(recorded_data, data, data_root, info, path, trust_pickle)
+    examples = partial(_examples, named=named, model=model, tokenizer=words)
     asked = [more for extra in extras if (more := extra(examples)) is not None]
     of_onnx: dict[str, Any] = {k: v for more in asked for k, v in more.onnx.items()}
     onnx = onnx or bool(of_onnx) or not any((endings, state, pretrained, vllm, write))
@@ -182,11 +186,18 @@ def folders(
 
 
 def _examples(
-    option: str, given: tuple[str | None, Path | None, dict[str, Any], Path, bool]
+    option: str,
+    *,
+    labelled: bool = True,
+    named: Callable[..., tuple[str, Path | None]],
+    model: Any,
+    tokenizer: str | None,
 ) -> Any:
     """Load the data source whose examples an option needs."""
-    missing = f"{option} needs examples: give --data mnist, imagefolder:DIR or file.py:function"
-    return load_data(*recorded_data(*given, missing))
+    missing = (
+        f"{option} needs examples: give --data mnist, imagefolder:DIR, FILE.txt or file.py:function"
+    )
+    return load_data(*named(missing), model, tokenizer, labelled=labelled)
 
 
 def _write_report(

@@ -302,16 +302,21 @@ def load_data(
     parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
     classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
     images = [] if source.preprocessing is None else [str(source.preprocessing)]
-    if known := [*parts, *classes, *images]:
+    windows = [f"windows of {source.train.inputs.shape[1]} tokens"] if _is_text(spec) else []
+    if known := [*parts, *classes, *images, *windows]:
         say(f"{spec}: {', '.join(known)}")
     return source
 
 
-def _say_of_texts(spec: str, inputs: Any) -> None:
-    """Print how many texts there are and how long, and how a file takes other lengths."""
+def _is_text(spec: str) -> bool:
     from l0prune.data.text import source_of  # loads torch
 
-    if not source_of(spec):
+    return source_of(spec) is not None
+
+
+def _say_of_texts(spec: str, inputs: Any) -> None:
+    """Print how many texts there are and how long, and how a file takes other lengths."""
+    if not _is_text(spec):
         return
     number, length = inputs["input_ids"].shape
     is_padded = "attention_mask" in inputs

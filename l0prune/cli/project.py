@@ -1,14 +1,15 @@
-"""Contents of the working folder: defaults in ``l0prune.toml``, models, images, file names."""
+"""Contents of the working folder: defaults in ``l0prune.toml``, models, images, recipes, names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from l0prune.cli.options import key_and_value, toml_value
 from l0prune.errors import UsageError, meant, unknown
 from l0prune.files.checked_json import read_toml
-from l0prune.files.consent import RECIPES, makers
+from l0prune.files.consent import RECIPES, is_code, makers
 
 DEFAULTS_FILE = "l0prune.toml"
 OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
@@ -162,3 +163,54 @@ def find_recipe(name: str) -> Path:
             return path
     known = sorted(path.stem for path in RECIPES.glob("*.toml"))
     raise unknown(f"there is no recipe {name!r}", name, known, " and files of your own")
+
+
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a recipe, apply ``section.key=value`` overrides, and resolve the Python files it names.
+
+    ``section.key=`` removes the recipe's value, so that the default is used.
+
+    Raises:
+        FileError: the file cannot be read, or is no TOML.
+        UsageError: there is no such recipe, or an override is wrong.
+    """
+    path = find_recipe(name)
+    content = read_toml(path)
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("name", path.stem)
+    found: dict[str, Any] = _placed(content, path.parent)
+    return found
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    key, value = key_and_value(text, "finetune.epochs=5", may_be_empty=True)
+    *sections, last = key.split(".")
+    target = content
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{text!r}: {section} is a value, not a section.")
+    if not value:
+        if last not in target:
+            raise UsageError(f"{text!r}: the recipe does not say {key}, so nothing is left out.")
+        del target[last]
+        return
+    target[last] = toml_value(value)
+
+
+def _placed(value: Any, folder: Path) -> Any:
+    """Resolve Python files: beside the recipe, else in the working directory, else built in.
+
+    So a copy of a built-in recipe in any folder finds the code that it names.
+    """
+    if isinstance(value, dict):
+        return {key: _placed(each, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_placed(each, folder) for each in value]
+    if not (isinstance(value, str) and is_code(value)):
+        return value
+    path, _, name = value.rpartition(":")
+    places = (folder / path, Path(path), RECIPES / path)
+    found = next((place for place in places if place.is_file()), None)
+    return value if found is None else f"{found.resolve()}:{name}"

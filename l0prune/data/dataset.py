@@ -6,6 +6,7 @@ its targets as labels; inputs may be tensors in mappings and lists of any kind.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -213,6 +214,35 @@ class Tensors:
         return self._moved[str(device)]
 
 
+def collated(examples: list[Any]) -> Any:
+    """Make a batch of a list of examples; lists of numbers in mappings become tensors before.
+
+    Raises:
+        DataError: examples have different sizes.
+    """
+    if all(isinstance(each, Mapping) for each in examples):
+        examples = [{name: _as_tensor(part) for name, part in each.items()} for each in examples]
+        for name in examples[0]:
+            parts = [each.get(name) for each in examples]
+            shapes = {tuple(part.shape) for part in parts if isinstance(part, Tensor)}
+            if len(shapes) > 1:
+                sizes = " and ".join(map(str, sorted(shapes)[:2]))
+                raise DataError(
+                    f"examples of a batch have different sizes: {name} of {sizes}. Pad all to one "
+                    'length (of a tokenizer padding="max_length"), or give a DataLoader whose '
+                    "collate_fn pads a batch (of transformers DataCollatorWithPadding(tokenizer))"
+                )
+    return default_collate(examples)
+
+
+def _as_tensor(part: Any) -> Any:
+    """Return a list of numbers, or of such lists, as a tensor, as tokenizers give them."""
+    if isinstance(part, list):
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):  # of texts, or uneven lists
+            return torch.tensor(part)
+    return part
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """Examples read one by one from a torch dataset, by a DataLoader.
@@ -227,7 +257,7 @@ class Loaded:
     dataset: Dataset
     workers: int = 0
     augmented: Dataset | None = None
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] = collated
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]

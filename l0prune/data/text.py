@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from l0prune.capture.copying import copied
+from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.threads import muted
+from l0prune.capture.undisturbed import undisturbed
 from l0prune.errors import DataError, UsageError, first_line
 
 WINDOW = 1024
@@ -80,7 +84,9 @@ def _is_text(path: Path) -> bool:
     return path.suffix == SUFFIX or (path.is_dir() and any(path.rglob(f"*{SUFFIX}")))
 
 
-def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
+def load_windows(
+    paths: Sequence[Path], tokenizer: Any, length: int, model: torch.nn.Module | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the training windows and the test windows.
 
     Args:
@@ -88,15 +94,19 @@ def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Te
             ``test`` or ``val`` inside, or one whose every eighth file is for the test; or a file
             or fewer files than that, whose last eighth of windows is.
         tokenizer: see ``tokenizer_of``.
-        length: tokens of a window.
+        length: tokens of a window; fewer where the model takes fewer.
+        model: which takes the windows, if it is known.
 
     Raises:
         DataError: there is too little text, or none.
         UsageError: there is no tokenizer, or the windows are too short.
     """
-    files = [each for each in _parts(paths) if each]
-    known = tokenizer_of(tokenizer)
-    parts = [windows(_read(each), known, length) for each in files]
+    texts = [_read(each) for each in _parts(paths) if each]
+    known, places = tokenizer_of(tokenizer), _places(model)
+    parts = [windows(each, known, min(length, places or length)) for each in texts]
+    if model is not None and parts[0].shape[1] == places:
+        taken = _taken(model, {"input_ids": parts[0][0].tolist()})
+        parts = parts if taken == places else [windows(each, known, taken) for each in texts]
     return (parts[0], parts[1]) if len(parts) == 2 else _held_out(parts[0])
 
 
@@ -107,6 +117,37 @@ def reads_whole_texts(model: Any) -> bool:
     """
     heads = getattr(model, "get_output_embeddings", None)
     return heads is not None and heads() is None and "attention_mask" in _forward_names(model)
+
+
+def _places(model: Any) -> int | None:
+    """Return the number of positions in a model's configuration, an upper bound of its tokens."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return int(found) if found else None
+
+
+def _taken(model: torch.nn.Module, text: Mapping[str, Sequence[int]]) -> int:
+    """Return how many of a text's tokens the model takes: all, or the most on which it runs.
+
+    Its configuration does not say it: where positions are counted from the padding token's number,
+    514 positions are for 512 tokens. The model runs on the CPU, where one position too many is an
+    error that can be caught, and on one token repeated, so that a token it does not know is none.
+    """
+    whole = len(text["input_ids"])
+    on_cpu = all(each.device.type == "cpu" for each in (*model.parameters(), *model.buffers()))
+    model = model if on_cpu else copied(model).cpu()
+
+    def fails(count: int) -> bool:
+        given = {name: torch.tensor([[values[0]] * count]) for name, values in text.items()}
+        try:
+            model(**given)
+        except Exception:  # whatever a model raises of too many tokens
+            return True
+        return False
+
+    with torch.no_grad(), evaluating(model), undisturbed(model), same_draws(model), muted():
+        if not fails(whole) or fails(1):  # of another cause, which is told where the model is used
+            return whole
+        return bisect_left(range(1, whole + 1), True, key=fails)
 
 
 def _forward_names(model: torch.nn.Module) -> frozenset[str]:
@@ -123,7 +164,8 @@ def load_lines(
     Args:
         paths: see ``load_windows``; the training part is read.
         tokenizer: see ``tokenizer_of``.
-        length: the most tokens of a text; fewer where the tokenizer or the model takes fewer.
+        length: the most tokens of a text; fewer where the tokenizer or the model takes fewer,
+            which is tried on the longest text.
         model: which takes the inputs.
 
     Raises:
@@ -134,10 +176,14 @@ def load_lines(
     lines = [line for text in _read(_parts(paths)[0]) for line in text.splitlines() if line.strip()]
     if not lines:
         raise DataError("the text is empty: there is no line in it")
-    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    limits = (length, places, getattr(known, "model_max_length", None))
+    limits = (length, _places(model), getattr(known, "model_max_length", None))
     most = min(int(each) for each in limits if each)
     found = known(lines, truncation=True, max_length=most)
+    names = _forward_names(model)
+    longest = max(range(len(lines)), key=lambda number: len(found["input_ids"][number]))
+    text = {name: ids[longest] for name, ids in found.items() if name in names}
+    if (taken := _taken(model, text)) < len(text["input_ids"]):
+        found = known(lines, truncation=True, max_length=taken)
     if len({len(ids) for ids in found["input_ids"]}) == 1:
         mask = {"attention_mask"}
     elif getattr(known, "pad_token", None) is None:
@@ -147,8 +193,7 @@ def load_lines(
         )
     else:
         found, mask = known.pad(found), set()
-    taken = _forward_names(model) - mask
-    return {name: torch.tensor(ids) for name, ids in found.items() if name in taken}
+    return {name: torch.tensor(ids) for name, ids in found.items() if name in names - mask}
 
 
 def _parts(paths: Sequence[Path]) -> list[list[Path]]:
@@ -243,4 +288,11 @@ def tokenizer_of(given: Any) -> Tokenizer:
             f"there is no tokenizer in {given}: {first_line(error)}. Name the folder or model that "
             "has it (tokenizer=…, --tokenizer …)"
         ) from error
+    own = {*found.get_vocab()} - {*found.all_special_tokens}  # type: ignore[attr-defined]
+    if len(own) < 2:  # made from a configuration alone, to which every word is unknown
+        raise UsageError(
+            f"there is no tokenizer in {given}: its files are missing, so that no word is known. "
+            "Save it there (tokenizer.save_pretrained), or name the folder or model that has it "
+            "(tokenizer=…, --tokenizer …)"
+        )
     return found

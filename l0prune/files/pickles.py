@@ -174,7 +174,9 @@ def load_bytes(content: bytes, name: str, *, trust: bool = False, room: int = 0)
 def check_exists(source: Path) -> None:
     """Raise FileError unless the path is an ordinary file; reading any other could block."""
     if source.is_dir():
-        raise FileError(f"{source} is a folder, not a model file.")
+        is_of_transformers = (source / "config.json").is_file()
+        way_on = f" Of a model of transformers give transformers:{source}." * is_of_transformers
+        raise FileError(f"{source} is a folder, not a model file.{way_on}")
     if not source.exists():
         before, _, name = str(source).partition(":")
         is_name = name and len(before) > 1  # torchvision:resnet18; one letter is a drive

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -43,6 +43,19 @@ def named(spec: str) -> Any:
             f"{meant(name, own) or '.'}"
         )
     return getattr(module, name)
+
+
+def function(spec: str, what: str) -> Callable[..., Any]:
+    """Return the function that ``file.py:function`` names; ``what`` it is for is in the error.
+
+    Raises:
+        FileError: there is no such file, or it fails while it runs.
+        UsageError: it defines no function of this name.
+    """
+    found = named(spec)
+    if not callable(found):
+        raise UsageError(f"{spec} is a {type(found).__name__}, not a function for a {what}")
+    return found  # type: ignore[no-any-return]
 
 
 def called(function: Any, spec: str) -> Any:

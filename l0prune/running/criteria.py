@@ -14,7 +14,7 @@ from torch import Tensor
 from l0prune.capture.outputs import chosen_outputs
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
-from l0prune.files.user_code import named
+from l0prune.files.user_code import function
 from l0prune.plan.names import check_criterion
 
 # Tolerance of the sum of class probabilities, which is 1, also in half precision.
@@ -310,12 +310,7 @@ def _function(given: Any, kind: str, known: Mapping[str, Loss]) -> Loss:
     check_name(given, kind)
     if not isinstance(given, str):
         return given  # type: ignore[no-any-return]
-    if given in known:
-        return known[given]
-    found = named(given)
-    if not callable(found):
-        raise UsageError(f"{given} is a {type(found).__name__}, not a function for a {kind}")
-    return found  # type: ignore[no-any-return]
+    return known[given] if given in known else function(given, kind)
 
 
 def metric_name(given: Any) -> str:

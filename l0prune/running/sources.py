@@ -411,11 +411,9 @@ def _text(name: str, paths: Sequence[Path], length: int, tokenizer: Any, model: 
     """
     if reads_whole_texts(model):
         return load_lines(paths, tokenizer, length, model)
-    size = max(1, _TOKENS // length)
-    train, test = (
-        Tensors(rows, rows, usual_batch_size=size)
-        for rows in load_windows(paths, tokenizer, length)
-    )
+    parts = load_windows(paths, tokenizer, length, model)
+    size = max(1, _TOKENS // parts[0].shape[1])
+    train, test = (Tensors(rows, rows, usual_batch_size=size) for rows in parts)
     return Task(train, test, loss=NEXT_TOKEN, metric=PERPLEXITY, name=name)
 
 

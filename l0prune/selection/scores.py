@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from l0prune.capture.compat import NormBase
 from l0prune.doors import Registry
 from l0prune.errors import DataError, UsageError
+from l0prune.files.consent import is_code
+from l0prune.files.user_code import function
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.layout import Layout, distinct
 from l0prune.plan.names import check_score
@@ -26,7 +28,7 @@ from l0prune.plan.switches import switches_of
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import counting, stage, steps
 from l0prune.running.batches import usual_batch_size
-from l0prune.running.criteria import Loss
+from l0prune.running.criteria import Loss, describe
 from l0prune.running.task import Task
 from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
 
@@ -77,6 +79,7 @@ def score(
     - ``"auto"``: ``"fisher"`` of slots, from at most 100 batches (``"outputs"`` where the loss is
       at its least), and ``"ablation"`` of branches, from a few hundred examples.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
+    - ``"file.py:function"``: a function of a ``ScoreInput`` (see ``register``).
 
     Args:
         model: a gated model.
@@ -122,8 +125,9 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a registered score; raise UsageError if there is none of this name."""
-    check_score(name, SCORES)
+    """Return the name of a score; raise UsageError if it is neither registered nor code."""
+    if not is_code(name):
+        check_score(name, SCORES)
     return name
 
 
@@ -158,9 +162,16 @@ class ComputedScore(NamedTuple):
 def compute_score(
     name: str, of: ScoreInput, by: Callable[[ScoreInput], Tensor] | None = None
 ) -> ComputedScore:
-    """Compute a registered score, or the function ``by`` instead of it."""
+    """Compute a score, registered or ``file.py:function``, or the function ``by`` instead of it."""
+    score_of = by or (function(name, "score") if is_code(name) else SCORES[name])
     with stage(f"scoring by {name}"):
-        values = (by or SCORES[name])(of)
+        values = score_of(of)
+    if not isinstance(values, Tensor) or values.shape != (of.plan.size,):
+        raise UsageError(
+            f"the score {name} must return a number for each gate, a tensor of shape "
+            f"({of.plan.size},), not {describe(values)}"
+        )
+    values = values.detach().to("cpu", torch.float64)
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {name} scores are nan or inf: look for that in the data and weights")
     return ComputedScore(name, of, values)

@@ -37,6 +37,14 @@ WRONG = [
     ("run r.toml finetune.penalty=scad", "there is no gate 'hard'"),
     ("finetune m.pt --data none.py:load", "none.py does not exist."),
     ("fit m.pt --budget macs=0.5 --score best", "there is no score 'best'"),
+    ("fit m.pt --budget macs=0.5 --score none.py:worth", "none.py does not exist."),
+    ("finetune m.pt --start none.py:worth", "none.py does not exist."),
+    ("finetune m.pt --loss none.py:far", "none.py does not exist."),
+    ("run f.toml", "none.py does not exist."),
+    ("run f.toml fit.score=fisher", "there is no score 'fischer'; did you mean 'fisher'?"),
+    ("run f.toml rounds=[] fit.score=gate", "there is no score 'gate'"),
+    ("run f.toml model.source=none", "'none' is neither a file nor any other model source"),
+    ("run f.toml data.source=minst", "'minst' is no data source"),
     ("fit m.pt --budget macs=0.5 --target tensorrt", "target is one of onnxruntime"),
     ("fit m.pt --latency none.json --budget latency=0.5", "none.json does not exist."),
     ("shrink m.pt --budget flops=0.5", "not 'flops'; did you mean 'macs'?"),
@@ -48,6 +56,8 @@ from l0prune.cli.app import main
 pathlib.Path("m.pt").touch()
 recipe = 'gate.kind = "hard"\\nfinetune.penalty = "group-laso"\\n[data]\\nsource = "digits"\\n'
 pathlib.Path("r.toml").write_text(recipe)
+fit = '[fit]\\nscore = "none.py:worth"\\n[[rounds]]\\n[rounds.fit]\\nscore = "fischer"\\n'
+pathlib.Path("f.toml").write_text(fit)
 for arguments in {arguments}:
     sys.argv = ["l0prune", *shlex.split(arguments)]
     try:
@@ -79,6 +89,7 @@ def test_right_names_pass(tmp_path, monkeypatch):
         check("finetune", {**given, "data": data})
     for model in ("m.py:build", "timm:any", "images", "m.gated.pt"):
         check("gate", {"model": model, "kind": "hard_concrete"})
+    check("fit", {"score": "m.py:worth", "start": "m.py:worth"})
     check("fit", {"score": "gates", "measures": ["m.py:M"], "budget": ["memory=0.5"]})
 
 

@@ -248,6 +248,17 @@ def test_a_tokenizers_batch_is_moved_and_shown_as_an_example():
     assert Data("tokens", split, split, 2).n_train == 6
 
 
+def test_what_a_tokenizer_gives_for_each_text_becomes_tensors():
+    """Lists of numbers; torch alone would make a list of a tensor for each place."""
+    examples = [{"input_ids": [n, n + 1, 2], "labels": n % 2, "text": "a"} for n in range(4)]
+    inputs, targets = next(Loaded(examples).batches(3))
+    assert inputs["input_ids"].tolist() == [[0, 1, 2], [1, 2, 2], [2, 3, 2]]
+    assert targets.tolist() == [0, 1, 0]
+    examples[1]["input_ids"] = [1, 2]
+    with pytest.raises(DataError, match=r"input_ids of \(2,\) and \(3,\)\. Pad all to one length"):
+        next(Loaded(examples).batches(3))
+
+
 ONE, TWO = torch.ones(1), torch.ones(2)
 
 

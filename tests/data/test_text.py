@@ -167,6 +167,40 @@ def test_a_classifier_reads_each_line_padded_with_a_mask_where_lengths_differ(
     assert predicts.loss == "next-token"
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "MPNet"])
+def test_texts_are_as_long_as_the_model_takes(tmp_path, kind):
+    """Two of these count positions from the number of the padding token, 1: ten are for eight."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes |= {"intermediate_size": 8, "max_position_embeddings": 10, "vocab_size": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=1, is_decoder=False)
+    text = written(tmp_path, a="one\n" + "two " * 60) / "a.txt"
+    tokenizer, most = words(pad_token="[UNK]"), 10 if kind == "Bert" else 8
+    for head in ("SequenceClassification", "MaskedLM"):
+        model = getattr(transformers, f"{kind}For{head}")(config).eval()
+        found = l0prune.load_data(str(text), tokenizer=tokenizer, model=model)
+        ids = found["input_ids"] if head != "MaskedLM" else found.train.inputs
+        assert ids.shape[1] == most
+        model(ids)
+
+
+def test_a_token_that_the_model_does_not_know_makes_no_text_shorter(tmp_path):
+    class Knows(Reads):
+        def forward(self, input_ids, attention_mask=None):
+            return torch.zeros(3, 2)[input_ids]
+
+    text = written(tmp_path, a="one two two\n" * 2) / "a.txt"
+    found = l0prune.load_data(str(text), tokenizer=words(), model=Knows())
+    assert found["input_ids"].tolist() == [[2, 3, 3]] * 2
+
+
+def test_a_folder_with_a_model_and_no_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.BertConfig().save_pretrained(tmp_path)  # of which transformers makes one
+    with pytest.raises(UsageError, match=r"no tokenizer in .*: its files are missing"):
+        tokenizer_of(tmp_path)
+
+
 def test_lines_that_cannot_be_padded_or_are_not_there(tmp_path):
     folder = written(tmp_path, a="one two\none", b="\n \n", c="one\ntwo")
     for name, error, message in (

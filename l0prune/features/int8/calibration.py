@@ -13,7 +13,7 @@ from torch import Tensor
 from l0prune.capture.compat import pytree
 from l0prune.capture.sizes import Inputs
 from l0prune.data import Data
-from l0prune.data.dataset import as_arguments, without_labels
+from l0prune.data.dataset import as_arguments, map_tensors, without_labels
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.features.int8.quantizer import Feed
@@ -68,6 +68,13 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
             "for others. Give a hundred or so"
         )
     return feeds
+
+
+def drawn(inputs: Any) -> Any:
+    """Return ``EXAMPLES`` of a tensor or mapping of inputs, drawn at random; all if fewer."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(batch_length(inputs, None), generator=generator)[:EXAMPLES]
+    return map_tensors(inputs, lambda tensor: tensor[rows])
 
 
 def divided(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:

@@ -25,9 +25,14 @@ Compensated = Annotated[
 
 
 def export(
-    examples: Callable[[str], Any], *, int8: InInt8 = False, compensate_rounding: Compensated = True
+    examples: Callable[..., Any], *, int8: InInt8 = False, compensate_rounding: Compensated = True
 ) -> More | None:
     """Return what ``save_onnx`` is asked for, if the file is."""
     if not int8:
         return None
-    return More(onnx={"int8": examples("--int8"), "compensate": compensate_rounding})
+    found = examples("--int8", labelled=False)
+    if not hasattr(found, "train"):  # inputs alone
+        from l0prune.features.int8.calibration import drawn  # loads torch
+
+        found = drawn(found)
+    return More(onnx={"int8": found, "compensate": compensate_rounding})

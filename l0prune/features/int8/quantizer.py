@@ -60,11 +60,14 @@ class Quantizer:
         model: the file, as ONNX Runtime's preprocessing leaves it.
         nodes: names of the nodes that can be quantized, by operator.
         ranges: of all values, by method of calibration, as ONNX Runtime's quantizer takes them.
+        infinite: names of the nodes with infinite values, which no range holds: they stay in
+            float32. Masks of attentions are -inf where nothing may be read.
     """
 
     model: ModelProto
     nodes: dict[str, list[str]]
     ranges: Mapping[str, Any] = field(repr=False)
+    infinite: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -97,12 +100,14 @@ class Quantizer:
             model = onnx.load(str(ready))
             name_nodes(model)
             onnx.save(model, str(ready))
-            ranges = _ranges(ready, feeds, folder, methods)
+            ranges, values = _ranges(ready, feeds, folder, methods)
+        infinite = [n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))]
         nodes: dict[str, list[str]] = {}
         for node in model.graph.node:
-            if node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry:
+            is_known = node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry
+            if is_known and node.name not in infinite:
                 nodes.setdefault(node.op_type, []).append(node.name)
-        return cls(model, nodes, ranges)
+        return cls(model, nodes, ranges, infinite)
 
     def layer_of(self, name: str) -> str:
         """Return the path of a node's module; the node's name where that is unknown."""
@@ -132,7 +137,7 @@ class Quantizer:
                 activation_qType=QuantType.QUInt8 if is_x86() else QuantType.QInt8,
                 tensors_range=self.ranges[method],
                 nodes_to_quantize=[],
-                nodes_to_exclude=list(kept),
+                nodes_to_exclude=[*kept, *self.infinite],
                 op_types_to_quantize=list(self.nodes),
                 extra_options={},
             )
@@ -233,8 +238,11 @@ def name_nodes(model: ModelProto) -> None:
 
 def _ranges(
     path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str]
-) -> dict[str, Any]:
-    """Return the ranges of all values by these methods, from one pass over the feeds."""
+) -> tuple[dict[str, Any], set[str]]:
+    """Return the ranges of all values by these methods, and the names of infinite values.
+
+    There is one pass over the feeds.
+    """
     from onnxruntime.quantization import CalibrationMethod, TensorsData, create_calibrator
 
     calibrator = create_calibrator(
@@ -243,9 +251,9 @@ def _ranges(
         calibrate_method=CalibrationMethod.Percentile,
         extra_options={"symmetric": False, "num_bins": _BINS},
     )
+    calibrator.collector = collector = _collector()
     for feed in feeds:  # one at a time: all outputs of a call are in memory
         calibrator.collect_data(_Reader(feed))
-    collector = calibrator.collector
     seen = collector.get_histogram_dict()
     limits = {name: (least, most) for name, (_, _, least, most, _) in seen.items()}
     found = {MINMAX: TensorsData(CalibrationMethod.MinMax, limits)}
@@ -256,7 +264,34 @@ def _ranges(
         seen |= {name: _coarser(histogram) for name, histogram in seen.items()}
         collector.method, collector.num_quantized_bins = ENTROPY, 128
         found[ENTROPY] = calibrator.compute_data()
-    return found
+    return found, collector.infinite
+
+
+def _collector() -> Any:
+    """Return a collector of histograms that leaves out values which are not finite."""
+    from onnxruntime.quantization.calibrate import HistogramCollector
+
+    class Collector(HistogramCollector):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(
+                method="percentile",
+                symmetric=False,
+                num_bins=_BINS,
+                num_quantized_bins=_BINS,
+                percentile=max(PERCENTILES.values()),
+                scenario="same",
+            )
+            self.infinite: set[str] = set()
+
+        def collect(self, values: Mapping[str, list[Any]]) -> None:
+            """Add the values of one call."""
+            for name, arrays in values.items():
+                if not all(np.isfinite(array).all() for array in arrays):
+                    self.infinite.add(name)
+                    self.histogram_dict.pop(name, None)
+            super().collect({k: v for k, v in values.items() if k not in self.infinite})
+
+    return Collector()
 
 
 def _coarser(histogram: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,12 +16,12 @@ from pydantic import (
     model_validator,
 )
 
-from l0prune.cli.options import key_and_value, toml_value
-from l0prune.cli.project import find_recipe
+from l0prune.cli.opening import free_dims
+from l0prune.cli.project import find_recipe, read_recipe
 from l0prune.doors import inner_first, missing
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
-from l0prune.files.consent import RECIPES, is_code
+from l0prune.files.consent import RECIPES
 from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.plan.limits import limits
@@ -29,6 +29,7 @@ from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.running.criteria import check_name
+from l0prune.selection import scores
 from l0prune.training.fields import in_words
 from l0prune.training.settings import Settings
 
@@ -51,13 +52,18 @@ class ModelSection(_Section):
     )
 
 
-def _checked(given: str | None, kind: str) -> str | None:
-    try:
-        if given is not None:
-            check_name(given, kind)
-    except UsageError as error:
-        raise ValueError(str(error)) from error
-    return given
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Return a validator by a function that raises UsageError; None is not checked."""
+
+    def passed(given: Any) -> Any:
+        try:
+            if given is not None:
+                check(given)
+        except UsageError as error:
+            raise ValueError(str(error)) from error  # pydantic reports it with its place
+        return given
+
+    return AfterValidator(passed)
 
 
 class DataSection(_Section):
@@ -67,10 +73,13 @@ class DataSection(_Section):
         description="As `--data`: a data set by name, `imagefolder:DIR`, a text, or "
         "`file.py:function` (a path relative to the recipe)."
     )
-    loss: Annotated[str | None, AfterValidator(lambda given: _checked(given, "loss"))] = Field(
+    tokenizer: str | None = Field(
+        None, description="Of a text: the folder or name of its tokenizer; by default the model's."
+    )
+    loss: Annotated[str | None, _checked(lambda given: check_name(given, "loss"))] = Field(
         None, description="Loss by name or `file.py:function`; by default that of the data."
     )
-    metric: Annotated[str | None, AfterValidator(lambda given: _checked(given, "metric"))] = Field(
+    metric: Annotated[str | None, _checked(lambda given: check_name(given, "metric"))] = Field(
         None, description="Metric by name or `file.py:function`; by default that of the data."
     )
     answers: bool = Field(
@@ -91,6 +100,9 @@ class GateSection(_Section):
     )
     keep: list[str] = Field(
         list(defaults.KEEP), description="Layers to leave whole on all sides: paths or globs."
+    )
+    dynamic: Annotated[list[str], _checked(lambda given: free_dims(given, None))] = Field(
+        [], description="Sizes of inputs that stay free in the files, as `input_ids:1=length`."
     )
     open_probability: float | dict[str, float] = Field(
         defaults.OPEN_PROBABILITY,
@@ -145,23 +157,8 @@ class GateSection(_Section):
             raise ValueError(str(error)) from error  # pydantic reports it with its place
 
 
-def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check settings of ``l0prune.finetune`` early, so that no later stage fails by them."""
-    try:
-        Settings.of(settings)
-    except UsageError as error:
-        raise ValueError(str(error)) from error
-    return settings
-
-
-def _target_of(name: str) -> str:
-    try:
-        return check_target(name)
-    except UsageError as error:
-        raise ValueError(str(error)) from error
-
-
-Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
+# Checked early, so that no later stage fails by them.
+Learning = Annotated[dict[str, Any], _checked(Settings.of)]
 
 
 class FitSection(_Section):
@@ -170,7 +167,9 @@ class FitSection(_Section):
     budget: str | list[str] | dict[str, Any] = Field(
         description="What the network may cost: `macs=0.5`, `params=10k`, `latency=12ms`, …"
     )
-    score: str = Field("magnitude", description="Score by name, or auto, gates, file.py:function.")
+    score: Annotated[str, _checked(scores.check_name)] = Field(
+        "magnitude", description="Score by name, auto, or `file.py:function`."
+    )
     batches: int | None = Field(
         None, ge=1, le=MOST, description="Batches of data for scores that need data."
     )
@@ -178,7 +177,7 @@ class FitSection(_Section):
     round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = Field(
         "auto", description="Widths are multiples of this; auto: of the target's fastest blocks."
     )
-    target: Annotated[str, AfterValidator(_target_of)] = Field(
+    target: Annotated[str, _checked(check_target)] = Field(
         TARGET, description="Runtime that the result is for."
     )
     kinds: list[str] = Field(
@@ -331,53 +330,13 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
         FileError: the file cannot be read, or is no TOML.
         UsageError: it is no recipe, or an override is wrong; says where.
     """
+    content = read_recipe(name, overrides)
     path = find_recipe(name)
-    content = read_toml(path)
-    for override in overrides:
-        _override(content, override)
-    content.setdefault("name", path.stem)
     if sentence := _lacking(content):
         raise UsageError(f"{path} is no recipe here: {sentence}")
     try:
-        recipe = WHOLE.model_validate(content)
+        return WHOLE.model_validate(content)
     except ValidationError as error:
         lines = [f"  {text}" for text in in_words(error, WHOLE, content)]
         given = f" with {' '.join(overrides)}" if overrides else ""
         raise UsageError(f"{path}{given} is no recipe:\n" + "\n".join(lines)) from error
-    sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
-    report = recipe.report and _placed(recipe.report, path.parent)
-    return recipe.model_copy(update={**sections, "report": report})
-
-
-def _override(content: dict[str, Any], text: str) -> None:
-    key, value = key_and_value(text, "finetune.epochs=5", may_be_empty=True)
-    *sections, last = key.split(".")
-    target = content
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise UsageError(f"{text!r}: {section} is a value, not a section.")
-    if not value:
-        if last not in target:
-            raise UsageError(f"{text!r}: the recipe does not say {key}, so nothing is left out.")
-        del target[last]
-        return
-    target[last] = toml_value(value)
-
-
-def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:
-    placed = {key: _placed(value, folder) for key, value in section if isinstance(value, str)}
-    return section.model_copy(update=placed)
-
-
-def _placed(spec: str, folder: Path) -> str:
-    """Resolve a Python file: beside the recipe, else in the working directory, else built in.
-
-    So a copy of a built-in recipe in any folder finds the code that it names.
-    """
-    path, _, name = spec.rpartition(":")
-    if not is_code(spec):
-        return spec
-    places = (folder / path, Path(path), RECIPES / path)
-    found = next((place for place in places if place.is_file()), None)
-    return spec if found is None else f"{found.resolve()}:{name}"

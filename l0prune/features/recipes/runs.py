@@ -16,7 +16,8 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.data.dataset import as_arguments
+from l0prune.cli.opening import free_dims, load_data
+from l0prune.data.dataset import Loaded, Split, Tensors, as_arguments, chosen
 from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
@@ -39,9 +40,11 @@ from l0prune.report.content import Fit
 from l0prune.report.live import live_page
 from l0prune.report.report import HTML, Report, tested, trainings_in
 from l0prune.running.batches import example_inputs
-from l0prune.running.sources import load_data
 from l0prune.running.task import LOSS, Task
 from l0prune.selection import fitted
+
+_DENSE = "dense.pt"
+_HELD_OUT = 8
 
 
 def run(
@@ -66,15 +69,13 @@ def run(
 
 def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -> dict[str, Any]:
     """Run all remaining stages in the recipe's folder."""
+    network = _network(recipe, folder, data_root)
     with stage("loading the data"):
-        source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
-    data = Task.of(source, recipe.data.loss, recipe.data.metric)
-    if data.test is None:
-        raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
+        data = _data(recipe, network, data_root)
     kept: dict[str, Any] = {}
     for name, part in recipe.further.items():
         data, kept[name] = part.keep_back(data, recipe.data.source)
-    dense = network = _dense(recipe, data, folder, data_root)
+    dense = network = _dense(recipe, network, data, folder)
     if recipe.data.answers:
         with stage("asking the dense network for its answers"):
             data = l0prune.with_pseudo_labels(data, dense, autocast=recipe.finetune.get("autocast"))
@@ -117,15 +118,43 @@ def _write_recipe(folder: Path, recipe: Recipe) -> None:
     write_whole(path, text)
 
 
-def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> nn.Module:
-    """Return the network to prune, trained first if the recipe says so."""
-    path = folder / "dense.pt"
-    if path.exists():
-        model = load_model(recipe.model.source)
-        return l0prune.load(path, _adapted(recipe, model, data))
+def _network(recipe: Recipe, folder: Path, data_root: str | None) -> nn.Module:
+    """Build the recipe's network, without its weights if the folder has those of a training."""
+    is_trained = (folder / _DENSE).exists()
     torch.manual_seed(recipe.seed)
-    model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
+    weights = None if is_trained else _weights(recipe.model.weights, data_root)
+    return load_model(recipe.model.source, weights)
+
+
+def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
+    """Load the recipe's data; of inputs without labels every eighth example is for the test."""
+    asked = recipe.data
+    root = None if data_root is None else Path(data_root)
+    source = load_data(asked.source, root, network, asked.tokenizer, labelled=not asked.answers)
+    if not hasattr(source, "train"):
+        examples = _unlabelled(source)
+        is_test = torch.arange(len(examples)) % _HELD_OUT == 0
+        source = tuple(chosen(examples, rows.nonzero().flatten()) for rows in (~is_test, is_test))
+    data = Task.of(source, asked.loss, asked.metric)
+    if data.test is None:
+        raise DataError(f"{asked.source} has no test data, on which a recipe reports")
+    return data
+
+
+def _unlabelled(inputs: Any) -> Split:
+    """Return examples of a tensor or a mapping of inputs, whose targets are still to come."""
+    if isinstance(inputs, torch.Tensor):
+        return Tensors(inputs, torch.zeros(len(inputs)))
+    rows = zip(*inputs.values(), strict=True)
+    return Loaded([dict(zip(inputs, row, strict=True)) for row in rows])  # type: ignore[arg-type]
+
+
+def _dense(recipe: Recipe, model: nn.Module, data: Task, folder: Path) -> nn.Module:
+    """Return the network to prune, trained first if the recipe says so."""
+    path = folder / _DENSE
     model = _adapted(recipe, model, data)
+    if path.exists():
+        return l0prune.load(path, model)
     if recipe.dense is None:
         return model
     settings = _settings(recipe, folder / "dense", recipe.dense, None)
@@ -213,10 +242,11 @@ def _latency_setting(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str
 
 
 def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path: Path) -> None:
-    settings = part.model_dump(exclude={"kind", "settings"})
+    settings = part.model_dump(exclude={"kind", "settings", "dynamic"})
     args, kwargs = as_arguments(example_inputs(data, 2))
     with stage("gating the network"):
-        l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
+        free = free_dims(part.dynamic, model)
+        l0prune.gate(model, args, kwargs, dynamic_shapes=free, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 
@@ -343,7 +373,7 @@ def _write_report(
     metric = tested(content.gain.metric, result)
     old = content.repeat
     seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
-    repeat = repeat_facts(files, _without_folders(recipe)).model_copy(update=seen)
+    repeat = repeat_facts(files, _without_folders(recipe.model_dump(mode="json"))).model_copy(update=seen)
     update = {
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),
@@ -357,11 +387,10 @@ def _write_report(
     return Report(content).save(folder / HTML)[0]
 
 
-def _without_folders(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe without the folders of its Python files, since pages may be shared."""
-    data = recipe.model_dump(mode="json")
-    for place, name in ((data["model"], "source"), (data["data"], "source"), (data, "report")):
-        if place[name] is not None and is_code(place[name]):
-            path, _, function = place[name].rpartition(":")
-            place[name] = f"{Path(path).name}:{function}"
-    return data
+def _without_folders(part: Any) -> Any:
+    """Return data of a recipe without the folders of Python files, since pages may be shared."""
+    if isinstance(part, dict):
+        return {key: _without_folders(value) for key, value in part.items()}
+    if isinstance(part, list):
+        return [_without_folders(each) for each in part]
+    return Path(part).name if isinstance(part, str) and is_code(part) else part

@@ -18,6 +18,7 @@ from l0prune.exporting.onnx.times import Times, one_example
 from l0prune.features.int8.calibration import (
     EXAMPLES,
     divided,
+    drawn,
     feeds_of,
     is_source,
     rows_in,
@@ -103,6 +104,25 @@ def test_a_layer_is_quantized_as_one_would_by_hand(tmp_path):
     assert np.abs(found - expected).max() > 0
 
 
+def test_infinite_values_stay_in_float32(tmp_path):
+    """As the scores of an attention with a mask do, which are -inf where nothing may be read."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["scores"], name="scores"),
+        helper.make_node("Mul", ["scores", "half"], ["scaled"], name="scaled"),
+        helper.make_node("Add", ["scaled", "mask"], ["masked"], name="masked"),
+        helper.make_node("Softmax", ["masked"], ["shares"], name="shares"),
+        helper.make_node("MatMul", ["shares", "v"], ["y"], name="y"),
+    ]
+    mask = np.array([0, -np.inf, 0], np.float32)
+    weights = {"w": numbers(8, 3), "half": np.float32([0.5]), "mask": mask, "v": numbers(3, 5)}
+    x = numbers(40, 8)
+    model = file(nodes, weights, (8,))
+    quantizer = quantizer_of(model, [{"x": x[:20]}, {"x": x[20:]}], tmp_path)
+    assert set(quantizer.infinite) == {"masked", "shares"}
+    assert {*quantizer.ranges} == {*METHODS}
+    assert relative_error([(*run(model, x), *run(quantizer.quantized(MINMAX), x))]) < 0.05
+
+
 def test_means_over_all_places_are_pooled_and_stay_the_same():
     x = numbers(2, 3, 4, 5)
     nodes = [
@@ -117,6 +137,15 @@ def test_means_over_all_places_are_pooled_and_stay_the_same():
     assert [n.op_type for n in model.graph.node] == ["GlobalAveragePool", *["ReduceMean"] * 2]
     for a, b in zip(before, run(model, x), strict=True):
         assert np.allclose(a, b, atol=1e-6)
+
+
+def test_examples_of_inputs_alone_are_drawn_from_all():
+    x = torch.arange(1000)
+    found = drawn({"x": x[:, None], "y": x})
+    assert len(found["y"]) == EXAMPLES == len({*found["y"].tolist()})
+    assert torch.equal(found["x"][:, 0], found["y"])
+    assert int(found["y"].max()) > 900
+    assert sorted(drawn(x[:5]).tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_every_node_has_a_name_of_its_own():
