@@ -87,6 +87,7 @@ def test_threads_of_libgomp_wait_shortly_unless_the_user_says_how_long(tmp_path,
     assert f"GOMP_SPINCOUNT = '{spins}'" in said
 
 
+@pytest.mark.slow
 def test_torch_does_not_warn_of_itself_unless_the_user_wants_it_to(tmp_path):
     said = python(LOGS, tmp_path)
     assert "of torch.onnx" in said

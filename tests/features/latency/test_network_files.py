@@ -97,6 +97,7 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     assert len(answer) == 3
 
 
+@pytest.mark.slow
 def test_a_network_with_one_head_of_two_is_exported(tmp_path):
     """Its file is no template with other sizes, and computes what the module does."""
     torch.manual_seed(0)
