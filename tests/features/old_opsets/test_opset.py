@@ -62,6 +62,7 @@ def attending():
 
 def test_the_lowest_opset_that_has_an_operator_is_said_with_its_name(tmp_path, capfd):
     model, dense = exported(*attending())
+    capfd.readouterr()
     with pytest.raises(L0pruneError) as raised:
         dense.save_onnx(tmp_path / "m.onnx", opset=12, progress=False)
     assert "scaled_dot_product_attention of this model cannot be written in opset 12" in str(
