@@ -74,7 +74,7 @@ class DataSection(_Section):
         "`file.py:function` (a path relative to the recipe)."
     )
     tokenizer: str | None = Field(
-        None, description="Of a text: the folder or name of its tokenizer; by default the model's."
+        None, description="Folder or name of the tokenizer of a text; by default the model's."
     )
     loss: Annotated[str | None, _checked(lambda given: check_name(given, "loss"))] = Field(
         None, description="Loss by name or `file.py:function`; by default that of the data."
