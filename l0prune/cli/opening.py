@@ -314,17 +314,27 @@ def _is_text(spec: str) -> bool:
     return source_of(spec) is not None
 
 
+def say_of_lengths(model: Any, example: Any) -> None:
+    """Print how files take sequences of any length, if the model is given whole numbers by row."""
+    from l0prune.capture.sizes import named_inputs  # loads torch
+
+    found = named_inputs(model, example) or {}
+    rows = [n for n, x in found.items() if x.ndim == 2 and not (x.is_floating_point() or x.is_complex())]
+    if rows:
+        free = " ".join(f"--dynamic {name}:1=length" for name in rows)
+        length = found[rows[0]].shape[1]
+        say(f"files will take sequences of {length} alone, or of any length with {free}")
+
+
 def _say_of_texts(spec: str, inputs: Any) -> None:
     """Print how many texts there are and how long, and how a file takes other lengths."""
     if not _is_text(spec):
         return
     number, length = inputs["input_ids"].shape
     is_padded = "attention_mask" in inputs
-    free = " ".join(f"--dynamic {name}:1=length" for name in inputs)
     say(
         f"{spec}: {number:,} texts, one a line, "
         + (f"padded to {length} tokens, with a mask" if is_padded else f"all of {length} tokens")
-        + f"; an ONNX file takes this length alone, or any with {free}"
     )
 
 
