@@ -44,12 +44,12 @@ def open_model(
         say(f"the model is {spec}")
     text = str(weights) if weights else None
     module = l0prune.load_model(spec, text, trust_pickle=trust_pickle)
-    if said := _about_named(spec, module, text):
+    if said := about_named(spec, module, text):
         say(said)
     return spec, module
 
 
-def _about_named(spec: str, module: Any, weights: str | None) -> str:
+def about_named(spec: str, module: Any, weights: str | None) -> str:
     """Describe a package's network by its last layer and weights; empty for other models."""
     package, _, name = spec.partition(":")
     if package not in ("torchvision", "timm", "transformers") or not name:
@@ -62,7 +62,7 @@ def _about_named(spec: str, module: Any, weights: str | None) -> str:
     if package == "transformers":
         return f"{spec}: {outputs}its weights are those that {name} holds"
     way_on = "DEFAULT for published ones, or a file" if package == "torchvision" else "FILE"
-    return f"{spec}: {outputs}its weights are random, not pretrained (--weights {way_on})"
+    return f"{spec}: {outputs}its weights are random, not pretrained (weights: {way_on})"
 
 
 def _outputs(layer: Any) -> int:

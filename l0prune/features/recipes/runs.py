@@ -16,7 +16,8 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.cli.opening import free_dims, load_data
+from l0prune.cli.messages import say
+from l0prune.cli.opening import about_named, free_dims, load_data
 from l0prune.data.dataset import Loaded, Split, Tensors, as_arguments, chosen
 from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
@@ -123,7 +124,10 @@ def _network(recipe: Recipe, folder: Path, data_root: str | None) -> nn.Module:
     is_trained = (folder / _DENSE).exists()
     torch.manual_seed(recipe.seed)
     weights = None if is_trained else _weights(recipe.model.weights, data_root)
-    return load_model(recipe.model.source, weights)
+    model = load_model(recipe.model.source, weights)
+    if recipe.dense is None and (said := about_named(recipe.model.source, model, weights)):
+        say(said)
+    return model
 
 
 def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
