@@ -319,7 +319,9 @@ def say_of_lengths(model: Any, example: Any) -> None:
     from l0prune.capture.sizes import named_inputs  # loads torch
 
     found = named_inputs(model, example) or {}
-    rows = [n for n, x in found.items() if x.ndim == 2 and not (x.is_floating_point() or x.is_complex())]
+    rows = [
+        n for n, x in found.items() if x.ndim == 2 and not (x.is_floating_point() or x.is_complex())
+    ]
     if rows:
         free = " ".join(f"--dynamic {name}:1=length" for name in rows)
         length = found[rows[0]].shape[1]

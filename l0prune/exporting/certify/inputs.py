@@ -120,8 +120,8 @@ _OTHERS = 2  # beside the example's
 def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
     """Find sizes of the free dims that the model takes, up to two choices; the example's first.
 
-    A file is timed with the first. An image's size may have to be a multiple, a text's has a maximum. So a few sizes are tried for
-    each name, with the others as in the example.
+    A file is timed with the first. An image's size may have to be a multiple, a text's has a
+    maximum. So a few sizes are tried for each name, with the others as in the example.
     """
     own = free.sizes(example)
     others = {name: _others(gated, example, free, name) for name in own}

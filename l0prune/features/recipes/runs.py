@@ -377,7 +377,9 @@ def _write_report(
     metric = tested(content.gain.metric, result)
     old = content.repeat
     seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
-    repeat = repeat_facts(files, _without_folders(recipe.model_dump(mode="json"))).model_copy(update=seen)
+    repeat = repeat_facts(files, _without_folders(recipe.model_dump(mode="json"))).model_copy(
+        update=seen
+    )
     update = {
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),
