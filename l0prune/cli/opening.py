@@ -325,7 +325,10 @@ def say_of_lengths(model: Any, example: Any) -> None:
     if rows:
         free = " ".join(f"--dynamic {name}:1=length" for name in rows)
         length = found[rows[0]].shape[1]
-        say(f"files will take sequences of {length} alone, or of any length with {free}")
+        say(
+            f"files will take sequences of {length} alone, or of any length with {free} (in a "
+            "recipe gate.dynamic)"
+        )
 
 
 def _say_of_texts(spec: str, inputs: Any) -> None:

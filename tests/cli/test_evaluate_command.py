@@ -224,5 +224,5 @@ def test_inputs_whose_length_may_be_free_are_named(monkeypatch):
     opening.say_of_lengths(nn.Linear(5, 2), ((torch.zeros(2, 5),), {}))
     assert said == [
         "files will take sequences of 5 alone, or of any length with --dynamic ids:1=length "
-        "--dynamic mask:1=length"
+        "--dynamic mask:1=length (in a recipe gate.dynamic)"
     ]

@@ -17,7 +17,7 @@ from torch import nn
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.cli.messages import say
-from l0prune.cli.opening import about_named, free_dims, load_data
+from l0prune.cli.opening import about_named, free_dims, load_data, say_of_lengths
 from l0prune.data.dataset import Loaded, Split, Tensors, as_arguments, chosen
 from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
@@ -250,6 +250,8 @@ def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path:
     args, kwargs = as_arguments(example_inputs(data, 2))
     with stage("gating the network"):
         free = free_dims(part.dynamic, model)
+        if free is None:
+            say_of_lengths(model, (args, kwargs))
         l0prune.gate(model, args, kwargs, dynamic_shapes=free, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
