@@ -189,7 +189,7 @@ def _examples(
     option: str,
     *,
     labelled: bool = True,
-    named: Callable[..., tuple[str, Path | None]],
+    named: Callable[..., tuple[str | None, Path | None]],
     model: Any,
     tokenizer: str | None,
 ) -> Any:
