@@ -332,7 +332,7 @@ def say_of_lengths(model: Any, example: Any) -> None:
 
 
 def _say_of_texts(spec: str, inputs: Any) -> None:
-    """Print how many texts there are and how long, and how a file takes other lengths."""
+    """Print how many texts there are and how long, if the data source is a text."""
     if not _is_text(spec):
         return
     number, length = inputs["input_ids"].shape

@@ -137,6 +137,8 @@ def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
     source = load_data(asked.source, root, network, asked.tokenizer, labelled=not asked.answers)
     if not hasattr(source, "train"):
         examples = _unlabelled(source)
+        if len(examples) < 2:
+            raise DataError(f"{asked.source} has one example: none is left to test on")
         is_test = torch.arange(len(examples)) % _HELD_OUT == 0
         source = tuple(chosen(examples, rows.nonzero().flatten()) for rows in (~is_test, is_test))
     data = Task.of(source, asked.loss, asked.metric)
