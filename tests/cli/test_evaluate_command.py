@@ -8,14 +8,16 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper
 from PIL import Image
 from torch import nn
 
 import l0prune
-from l0prune.cli import evaluate, opening
+from l0prune.cli import evaluate, export, opening
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.report.content import parsed
 
@@ -226,3 +228,15 @@ def test_inputs_whose_length_may_be_free_are_named(monkeypatch):
         "files will take sequences of 5 alone, or of any length with --dynamic ids:1=length "
         "--dynamic mask:1=length (in a recipe gate.dynamic)"
     ]
+
+
+def test_what_a_file_takes_is_said(tmp_path):
+    kind, shape = TensorProto.INT64, ["batch", "length"]
+    given = helper.make_tensor_value_info("ids", kind, shape)
+    other = helper.make_tensor_value_info("mask", kind, ["batch", 5])
+    result = helper.make_tensor_value_info("y", kind, shape)
+    node = helper.make_node("Identity", ["ids"], ["y"])
+    model = helper.make_model(helper.make_graph([node], "net", [given, other], [result]))
+    path = str(tmp_path / "net.onnx")
+    onnx.save(model, path)
+    assert export.takes(path) == f"{path} takes ids (batch, length), mask (batch, 5)"
