@@ -108,6 +108,17 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
     return free
 
 
+def named_inputs(model: nn.Module, inputs: Inputs) -> dict[str, Tensor] | None:
+    """Return a model's inputs by name; None if its forward takes others, or not all are tensors."""
+    try:
+        named = inspect.signature(model.forward).bind(*inputs[0], **inputs[1]).arguments
+    except TypeError:
+        return None
+    further = named.pop("kwargs", {})
+    found = {**named, **further} if isinstance(further, Mapping) else named
+    return found if all(isinstance(value, Tensor) for value in found.values()) else None
+
+
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
     """Return each leaf of an input with its spec; a list specifies a registered class's fields."""
     if is_registered(value):

@@ -21,7 +21,7 @@ from l0prune.cli.opening import (
     recorded_tokenizer,
 )
 from l0prune.cli.options import with_settings
-from l0prune.errors import UsageError
+from l0prune.errors import DataError, UsageError
 
 Against = Annotated[
     Path | None,
@@ -140,7 +140,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
 
 
 def say_what_differs(model: Any, source: Any, path: Path) -> None:
-    """Warn of more outputs than classes, and of preprocessing other than that of timm.
+    """Warn of inputs and outputs other than the data's, and of preprocessing other than timm's.
 
     Errors of data that does not fit at all are left to the training.
     """
@@ -149,6 +149,8 @@ def say_what_differs(model: Any, source: Any, path: Path) -> None:
     from l0prune.running.task import Task
 
     _compare_with_timm(model, source)
+    with suppress(DataError):  # of which the training tells
+        _compare_inputs(model, example_inputs(Task.of(source), 2), path)
     if classes := getattr(source, "classes", 0):
         with suppress(Exception), same_draws(model), evaluating(model):
             example = example_inputs(Task.of(source), 1)
@@ -174,6 +176,37 @@ def _compare_with_timm(model: Any, source: Any) -> None:
             f"and deviation {std} (its pretrained_cfg); the data has {given.mean} and {given.std}. "
             "If the model has these weights, normalise the images so in a file.py:function"
         )
+
+
+def _compare_inputs(model: Any, inputs: Any, path: Path) -> None:
+    """Warn if files will take other inputs than the data's: of other names, or of fixed sizes."""
+    from l0prune.capture.compat import pytree  # loads torch, as do the next ones
+    from l0prune.capture.sizes import named_inputs
+    from l0prune.data.dataset import as_arguments
+    from l0prune.gating.attaching import gates_of
+
+    gates = gates_of(model)
+    known, given = (named_inputs(model, each) for each in (gates.example, as_arguments(inputs)))
+    if known is None or given is None:
+        return
+    numbers = {id(leaf): number for number, leaf in enumerate(pytree.tree_leaves(gates.example))}
+    differ = bool(given.keys() - known.keys()) or any(
+        dim and dim not in gates.free.of(numbers[id(value)]) and size != given[name].shape[dim]
+        for name, value in known.items()
+        if name in given and value.ndim == given[name].ndim
+        for dim, size in enumerate(value.shape)
+    )
+    if differ:
+        say(
+            f"warning: {path} was gated with {_sizes(known)}, and the data has {_sizes(given)}. "
+            "Files will take the former alone, and MACs and times are of that: gate the model with "
+            "--data for files that take the latter, and with --dynamic, such as --dynamic "
+            "input_ids:1=length, for a size that varies"
+        )
+
+
+def _sizes(inputs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, x.shape))}" for name, x in inputs.items())
 
 
 def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:

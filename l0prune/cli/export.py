@@ -171,9 +171,23 @@ def check_writers(files: Iterable[Path] | None) -> None:
 
 
 def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
-    """Print the written files and how to load them, unless the output is JSON."""
+    """Print the written files, their inputs and how to load them, unless the output is JSON."""
     if not json:
-        say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))
+        written = list(map(str, files))
+        taken = next((takes(file) for file in written if file.endswith(ONNX)), "")
+        say("\n".join(filter(None, ("written: " + ", ".join(written), taken, loads))))
+
+
+def takes(path: str) -> str:
+    """Return a sentence on the inputs of an ONNX file, with the names of sizes that are free."""
+    import onnx  # loads slowly
+
+    inputs = [
+        f"{each.name} ({', '.join(dim.dim_param or str(dim.dim_value) for dim in shape)})"
+        for each in onnx.load(path, load_external_data=False).graph.input
+        for shape in [each.type.tensor_type.shape.dim]
+    ]
+    return f"{path} takes {', '.join(inputs)}"
 
 
 def folders(
@@ -189,7 +203,7 @@ def _examples(
     option: str,
     *,
     labelled: bool = True,
-    named: Callable[..., tuple[str, Path | None]],
+    named: Callable[..., tuple[str | None, Path | None]],
     model: Any,
     tokenizer: str | None,
 ) -> Any:

@@ -11,7 +11,14 @@ import l0prune
 from l0prune.cli import options
 from l0prune.cli.messages import emit, say
 from l0prune.cli.more import Extras
-from l0prune.cli.opening import example_inputs, free_dims, load_data, open_model, with_step
+from l0prune.cli.opening import (
+    example_inputs,
+    free_dims,
+    load_data,
+    open_model,
+    say_of_lengths,
+    with_step,
+)
 from l0prune.cli.options import key_values
 from l0prune.cli.project import chosen, output_path
 from l0prune.errors import UsageError
@@ -141,11 +148,14 @@ def gate(
     text, example = example_inputs(input, source, module)
     for extra in extras:
         module = extra(module, example)
+    shapes = free_dims(dynamic, None if input else module)
+    if shapes is None:
+        say_of_lengths(module, example)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,
         *example,
-        dynamic_shapes=free_dims(dynamic, None if input else module),
+        dynamic_shapes=shapes,
         include=include or defaults.INCLUDE,
         exclude=exclude or defaults.EXCLUDE,
         keep=keep or defaults.KEEP,

@@ -44,12 +44,12 @@ def open_model(
         say(f"the model is {spec}")
     text = str(weights) if weights else None
     module = l0prune.load_model(spec, text, trust_pickle=trust_pickle)
-    if said := _about_named(spec, module, text):
+    if said := about_named(spec, module, text):
         say(said)
     return spec, module
 
 
-def _about_named(spec: str, module: Any, weights: str | None) -> str:
+def about_named(spec: str, module: Any, weights: str | None) -> str:
     """Describe a package's network by its last layer and weights; empty for other models."""
     package, _, name = spec.partition(":")
     if package not in ("torchvision", "timm", "transformers") or not name:
@@ -62,7 +62,7 @@ def _about_named(spec: str, module: Any, weights: str | None) -> str:
     if package == "transformers":
         return f"{spec}: {outputs}its weights are those that {name} holds"
     way_on = "DEFAULT for published ones, or a file" if package == "torchvision" else "FILE"
-    return f"{spec}: {outputs}its weights are random, not pretrained (--weights {way_on})"
+    return f"{spec}: {outputs}its weights are random, not pretrained (weights: {way_on})"
 
 
 def _outputs(layer: Any) -> int:
@@ -314,17 +314,32 @@ def _is_text(spec: str) -> bool:
     return source_of(spec) is not None
 
 
+def say_of_lengths(model: Any, example: Any) -> None:
+    """Print how files take sequences of any length, if the model is given whole numbers by row."""
+    from l0prune.capture.sizes import named_inputs  # loads torch
+
+    found = named_inputs(model, example) or {}
+    rows = [
+        n for n, x in found.items() if x.ndim == 2 and not (x.is_floating_point() or x.is_complex())
+    ]
+    if rows:
+        free = " ".join(f"--dynamic {name}:1=length" for name in rows)
+        length = found[rows[0]].shape[1]
+        say(
+            f"files will take sequences of {length} alone, or of any length with {free} (in a "
+            "recipe gate.dynamic)"
+        )
+
+
 def _say_of_texts(spec: str, inputs: Any) -> None:
-    """Print how many texts there are and how long, and how a file takes other lengths."""
+    """Print how many texts there are and how long, if the data source is a text."""
     if not _is_text(spec):
         return
     number, length = inputs["input_ids"].shape
     is_padded = "attention_mask" in inputs
-    free = " ".join(f"--dynamic {name}:1=length" for name in inputs)
     say(
         f"{spec}: {number:,} texts, one a line, "
         + (f"padded to {length} tokens, with a mask" if is_padded else f"all of {length} tokens")
-        + f"; an ONNX file takes this length alone, or any with {free}"
     )
 
 

@@ -122,7 +122,7 @@ def reads_whole_texts(model: Any) -> bool:
 def _places(model: Any) -> int | None:
     """Return the number of positions in a model's configuration, an upper bound of its tokens."""
     found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return int(found) if found else None
+    return found if isinstance(found, int) and found > 0 else None  # -1 where there is no limit
 
 
 def _taken(model: torch.nn.Module, text: Mapping[str, Sequence[int]]) -> int:

@@ -433,9 +433,10 @@ def load_data(
             size where all are squares of one size, else of 224×224 pixels, or of as many as in
             ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
             ``preprocessing``), a text (``FILE.txt``, ``text:PATH``, a folder
-            of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``; see
-            below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, a
-            ``Task`` with its own loss, or, for what wants no labels, a tensor or mapping of inputs.
+            of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``, or
+            as the model takes if these are fewer; see below), or ``file.py:function`` that returns
+            two datasets (train, test), a ``Data``, a ``Task`` with its own loss, or, for what wants
+            no labels, a tensor or mapping of inputs.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
             torchvision downloads what is not there.
         tokenizer: of a text: a tokenizer of transformers, the folder or name of one, or the model

@@ -8,13 +8,16 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper
 from PIL import Image
 from torch import nn
 
 import l0prune
+from l0prune.cli import evaluate, export, opening
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.report.content import parsed
 
@@ -180,3 +183,60 @@ def test_loss_metric_and_what_does_not_fit(done, refused, tmp_path):
         (1, ["no.onnx", "--data", "own.py:data"], "ONNX Runtime cannot open no.onnx"),
     ):
         assert message in refused(code, "evaluate", *arguments)
+
+
+class Tokens(nn.Module):
+    """Tokens with a mask, which may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(9, 4), nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, ids, mask=None):
+        weight = torch.ones_like(ids) if mask is None else mask
+        return self.b((self.a(self.embed(ids)).relu() * weight[..., None]).sum(1))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "is_told"),
+    [
+        (None, {"ids": (2, 5)}, False),
+        (None, {"ids": (4, 5)}, False),
+        (None, {"ids": (2, 7)}, True),
+        ({"ids": {1: "length"}}, {"ids": (2, 7)}, False),
+        ({"ids": {1: "length"}}, {"ids": (2, 7), "mask": (2, 7)}, True),
+    ],
+)
+def test_inputs_other_than_those_of_the_gated_model_are_told(monkeypatch, shapes, given, is_told):
+    said = []
+    monkeypatch.setattr(evaluate, "say", said.append)
+    model = l0prune.gate(Tokens(), torch.zeros(2, 5, dtype=torch.int64), dynamic_shapes=shapes)
+    inputs = {name: torch.ones(shape, dtype=torch.int64) for name, shape in given.items()}
+    evaluate._compare_inputs(model, inputs, Path("t.pt"))
+    shown = ", ".join(f"{name} {a}x{b}" for name, (a, b) in given.items())
+    known = f"t.pt was gated with ids 2x5, and the data has {shown}."
+    assert [known in each for each in said] == [True] * is_told
+
+
+def test_inputs_whose_length_may_be_free_are_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(opening, "say", said.append)
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    opening.say_of_lengths(Tokens(), ((ids,), {"mask": ids}))
+    opening.say_of_lengths(nn.Linear(5, 2), ((torch.zeros(2, 5),), {}))
+    assert said == [
+        "files will take sequences of 5 alone, or of any length with --dynamic ids:1=length "
+        "--dynamic mask:1=length (in a recipe gate.dynamic)"
+    ]
+
+
+def test_what_a_file_takes_is_said(tmp_path):
+    kind, shape = TensorProto.INT64, ["batch", "length"]
+    given = helper.make_tensor_value_info("ids", kind, shape)
+    other = helper.make_tensor_value_info("mask", kind, ["batch", 5])
+    result = helper.make_tensor_value_info("y", kind, shape)
+    node = helper.make_node("Identity", ["ids"], ["y"])
+    model = helper.make_model(helper.make_graph([node], "net", [given, other], [result]))
+    path = str(tmp_path / "net.onnx")
+    onnx.save(model, path)
+    assert export.takes(path) == f"{path} takes ids (batch, length), mask (batch, 5)"

@@ -78,7 +78,9 @@ def test_a_classifier_takes_lines_of_unequal_length(done, refused, folder, tmp_p
     assert "--learn gates" in refused(1, "finetune", "b.pt")
     done("fit", "b.pt", "--budget", "macs=0.9", "--score", "outputs", "--out", "f.pt")
     done("fit", "f.pt", "--compensate", "--out", "c.pt")
-    told, _ = done("export", "c.pt", "--int8", "--no-compensate", "--no-time", "--out", "f.onnx", "--json")
+    told, _ = done(
+        "export", "c.pt", "--int8", "--no-compensate", "--no-time", "--out", "f.onnx", "--json"
+    )
     assert told["files"] == ["f.onnx", "f.int8.onnx"]
     session = onnxruntime.InferenceSession("f.onnx")
     texts = tokenizer(lines[:3], padding=True, return_tensors="np")

@@ -16,6 +16,7 @@ import l0prune
 from l0prune.capture.capture import capture
 from l0prune.capture.sizes import FreeSizes
 from l0prune.errors import UsageError
+from l0prune.exporting.onnx.times import one_example
 
 
 class Skip(nn.Module):
@@ -104,6 +105,7 @@ def test_a_text_of_any_length_with_its_mask():
     (piece,) = small.pieces
     lengths = [answer.inputs[0][0].shape[1] for answer in piece.answers]
     assert sorted(lengths) == [1, 5, 10]
+    assert [given.shape for given in one_example(piece)[0]] == [(1, 5), (1, 5)]  # what is timed
     assert all(a.inputs[0][1].shape == a.inputs[0][0].shape for a in piece.answers)
     assert {check.what for check in small.certificate.checks} == {"class", "program"}
 

@@ -347,6 +347,27 @@ def test_a_score_of_ones_own_is_one_function():
         del scores.SCORES["first"]
 
 
+def test_a_score_of_ones_own_may_be_named_by_its_file(tmp_path):
+    path = tmp_path / "worth.py"
+    path.write_text(
+        "import torch\n"
+        "def first(of):\n    return torch.arange(of.plan.size, 0, -1)\n"
+        "def short(of):\n    return torch.zeros(2)\n"
+        "number = 3\n"
+    )
+    model, _ = linear()
+    assert as_they_come(model, f"{path}:first").tolist() == list(range(9, 0, -1))
+    for name, says in [
+        ("short", r"a tensor of shape \(9,\), not \(2,\) of float32"),
+        ("number", "is a int, not a function for a score"),
+        ("last", "has no 'last'; it defines first, short"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            l0prune.score(model, f"{path}:{name}")
+    l0prune.fit(model, "params=0.8", l0prune.score(model, f"{path}:first"), round_to=1)
+    assert bool(l0prune.gates(model).axes[0].open[0])
+
+
 class NoGrad(nn.Module):
     def __init__(self):
         super().__init__()

@@ -118,10 +118,10 @@ _OTHERS = 2  # beside the example's
 
 @stage("looking for input sizes that the model takes")
 def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
-    """Find sizes of the free dims that the model takes, up to two choices; the example's last.
+    """Find sizes of the free dims that the model takes, up to two choices; the example's first.
 
-    An image's size may have to be a multiple, a text's has a maximum. So a few sizes are tried for
-    each name, with the others as in the example.
+    A file is timed with the first. An image's size may have to be a multiple, a text's has a
+    maximum. So a few sizes are tried for each name, with the others as in the example.
     """
     own = free.sizes(example)
     others = {name: _others(gated, example, free, name) for name in own}
@@ -129,7 +129,7 @@ def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
         {name: found[number] for name, found in others.items() if len(found) > number}
         for number in range(_OTHERS)
     ]
-    return (*({**own, **sizes} for sizes in every if sizes), own)
+    return (own, *({**own, **sizes} for sizes in every if sizes))
 
 
 def _others(gated: nn.Module, example: Inputs, free: FreeSizes, name: str) -> list[int]:

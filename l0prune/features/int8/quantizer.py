@@ -101,7 +101,9 @@ class Quantizer:
             name_nodes(model)
             onnx.save(model, str(ready))
             ranges, values = _ranges(ready, feeds, folder, methods)
-        infinite = [n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))]
+        infinite = [
+            n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))
+        ]
         nodes: dict[str, list[str]] = {}
         for node in model.graph.node:
             is_known = node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry

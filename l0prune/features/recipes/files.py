@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -74,7 +73,7 @@ class DataSection(_Section):
         "`file.py:function` (a path relative to the recipe)."
     )
     tokenizer: str | None = Field(
-        None, description="Of a text: the folder or name of its tokenizer; by default the model's."
+        None, description="Folder or name of the tokenizer of a text; by default the model's."
     )
     loss: Annotated[str | None, _checked(lambda given: check_name(given, "loss"))] = Field(
         None, description="Loss by name or `file.py:function`; by default that of the data."

@@ -16,7 +16,8 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.cli.opening import free_dims, load_data
+from l0prune.cli.messages import say
+from l0prune.cli.opening import about_named, free_dims, load_data, say_of_lengths
 from l0prune.data.dataset import Loaded, Split, Tensors, as_arguments, chosen
 from l0prune.doors import provided
 from l0prune.errors import DataError, UsageError, warn
@@ -123,7 +124,10 @@ def _network(recipe: Recipe, folder: Path, data_root: str | None) -> nn.Module:
     is_trained = (folder / _DENSE).exists()
     torch.manual_seed(recipe.seed)
     weights = None if is_trained else _weights(recipe.model.weights, data_root)
-    return load_model(recipe.model.source, weights)
+    model = load_model(recipe.model.source, weights)
+    if recipe.dense is None and (said := about_named(recipe.model.source, model, weights)):
+        say(said)
+    return model
 
 
 def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
@@ -133,6 +137,8 @@ def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
     source = load_data(asked.source, root, network, asked.tokenizer, labelled=not asked.answers)
     if not hasattr(source, "train"):
         examples = _unlabelled(source)
+        if len(examples) < 2:
+            raise DataError(f"{asked.source} has one example: none is left to test on")
         is_test = torch.arange(len(examples)) % _HELD_OUT == 0
         source = tuple(chosen(examples, rows.nonzero().flatten()) for rows in (~is_test, is_test))
     data = Task.of(source, asked.loss, asked.metric)
@@ -246,6 +252,8 @@ def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path:
     args, kwargs = as_arguments(example_inputs(data, 2))
     with stage("gating the network"):
         free = free_dims(part.dynamic, model)
+        if free is None:
+            say_of_lengths(model, (args, kwargs))
         l0prune.gate(model, args, kwargs, dynamic_shapes=free, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
@@ -373,7 +381,9 @@ def _write_report(
     metric = tested(content.gain.metric, result)
     old = content.repeat
     seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
-    repeat = repeat_facts(files, _without_folders(recipe.model_dump(mode="json"))).model_copy(update=seen)
+    repeat = repeat_facts(files, _without_folders(recipe.model_dump(mode="json"))).model_copy(
+        update=seen
+    )
     update = {
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),

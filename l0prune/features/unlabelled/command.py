@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from l0prune.cli.opening import (
     load_data,
     open_model,
     recorded_data,
+    say_of_lengths,
     with_speed,
 )
 from l0prune.cli.options import with_settings
@@ -109,6 +111,9 @@ def shrink(
     asked |= {"exclude": exclude} if exclude else {}
     asked |= {"outputs": outputs} if outputs else {}
     target = asked.get("target", TARGET)
+    shapes = free_dims(dynamic, module)
+    if shapes is None and isinstance(source, Mapping):
+        say_of_lengths(module, ((), source))
     with shown(console=err):
         small = l0prune.shrink(
             module,
@@ -122,7 +127,7 @@ def shrink(
             class_dim=class_dim,
             latency=lambda gated: latency_table(None, Path(spec), budget, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
-            dynamic_shapes=free_dims(dynamic, module),
+            dynamic_shapes=shapes,
             **asked,
         )
         files = tuple(each for each in (pretrained, vllm) if each)

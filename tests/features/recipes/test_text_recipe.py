@@ -45,6 +45,7 @@ def _in_a_folder(tmp_path, monkeypatch):
     transformers.BertForSequenceClassification(config).save_pretrained("bert")
     lines = [" ".join(WORDS[2 + k % 5] for k in range(n, 2 * n + 1)) for n in range(10)]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
+    (tmp_path / "one.txt").write_text(lines[3])
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.toml").write_text(RECIPE)
     (tmp_path / "recipe" / "worth.py").write_text(
@@ -74,6 +75,7 @@ def test_a_classifier_learns_its_own_answers_to_lines(tmp_path):
     [
         ("data.tokenizer=", UsageError, "there is no tokenizer in bert"),
         ("data.answers=false", DataError, "in a recipe answers = true"),
+        ("data.source=one.txt", DataError, "one.txt has one example"),
         ("gate.dynamic=['input_ids:1=n']", UsageError, "fixed in attention_mask: give its dim"),
     ],
 )
