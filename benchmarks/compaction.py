@@ -145,7 +145,7 @@ def memory(model: nn.Module, data: Tensors, batch: int) -> float:
 def last_step(small: nn.Module, dense: nn.Module, data: Tensors, batch: int) -> float:
     """CPU seconds of a step of the first as a share of the other's."""
     inputs, targets = data.inputs[:batch], data.targets[:batch]
-    both = [stepper(model.train(), inputs, targets, "plain") for model in (small, dense)]
+    both = [stepper(model.train(), inputs, targets, None) for model in (small, dense)]
     turns = [[seconds(step) for step in both] for _ in range(12)]
     mine, its = map(median, zip(*turns, strict=True))
     return mine / its

@@ -9,7 +9,6 @@ networks wherever it is, so that all of it can be tried on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -19,11 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +33,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 import l0prune
+from benchmarks.isolation import ROOT
+from benchmarks.runner import Some, options
+from benchmarks.step import stepper as any_stepper
 from l0prune.features.latency.eager import Eager
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
 Facts = dict[str, Any]
@@ -102,21 +104,14 @@ def images(count: int, size: int) -> tuple[Tensor, Tensor]:
 
 def stepper(model: nn.Module, data: tuple[Tensor, Tensor], *, compiled: str = "") -> Any:
     """A training step under autocast, with SGD; of a gated model with the penalty."""
-    is_gated = any("l0prune_gates" in name for name, _ in model.named_modules())
-    groups = l0prune.param_groups(model) if is_gated else model.parameters()
-    optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
-    forward = torch.compile(model, mode=compiled) if compiled else model
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(DEVICE.type, DTYPE):
-            loss = nn.functional.cross_entropy(forward(data[0]), data[1])
-        if is_gated:
-            loss = loss + l0prune.penalty(model, 0.1 / 50_000)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return any_stepper(
+        model,
+        *data,
+        0.1 / 50_000,
+        make=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        context=partial(torch.autocast, DEVICE.type, DTYPE),
+        run=torch.compile(model, mode=compiled) if compiled else None,
+    )
 
 
 def milliseconds(step: Callable[[], None], repeats: int) -> float:
@@ -377,7 +372,7 @@ def kernels_of(step: Callable[[], None]) -> Facts:
 # Tests of what failed on a card once: a table on a GPU, equality to the bit, a resumed run,
 # penalties of a model that was moved, one operator for all products.
 ONCE_FAILED = (
-    "tests/timing/test_measure.py", "tests/timing/test_preferred.py",
+    "tests/features/latency/test_measure.py", "tests/features/latency/test_preferred.py",
     "tests/training/test_pruner.py", "tests/training/test_resume.py",
     "tests/training/test_penalty.py", "tests/training/test_finetune_device.py",
     "tests/gating/test_products.py", "tests/gating/test_compiled_products.py",
@@ -505,12 +500,14 @@ def about() -> Facts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
-    parser.add_argument("--tiny", action="store_true", help="small networks, to try it anywhere")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        threads=None,
+        minutes=9.0,
+        rows=Some(ORDER),
+        tiny=(False, "small networks, to try it anywhere"),
+        here=(False, SUPPRESS),
+    )
     if args.here:  # one row, in this process
         for facts in ROWS[args.rows[0]].run(args.tiny):
             print(json.dumps({"row": args.rows[0], **facts}), flush=True)

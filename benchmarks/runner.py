@@ -1,0 +1,140 @@
+"""The command line, the tables and the processes that all benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import isolation
+from benchmarks.isolation import Row, parser_of
+
+
+class Some(list[str]):
+    """Several of these names, by default all or those in ``default``."""
+
+    def __init__(self, names: Iterable[str], default: Iterable[str] = ()) -> None:
+        self.names = list(names)
+        super().__init__(default or self.names)
+
+
+class One(str):
+    """One of these names, by default the first or ``default``."""
+
+    names: list[str]
+
+    def __new__(cls, names: Iterable[str], default: str = "") -> One:
+        every = list(names)
+        made = super().__new__(cls, default or every[0])
+        made.names = every
+        return made
+
+
+HIDDEN = (str, argparse.SUPPRESS)
+ALONE: dict[str, Any] = {
+    "models": ([str], "by default all that have no result yet"),
+    "limit": (900, "CPU seconds for one model"),
+    "one": HIDDEN,
+}
+"""Options of a benchmark that has a process for each model, see ``alone``."""
+
+
+def arguments(about: str | None, **asked: Any) -> argparse.ArgumentParser:
+    """Return a parser of options, each by its default, or a pair of that and a help text.
+
+    In the place of a default a type is an option that may be left out, and a list of a type one
+    with several values; ``False`` is a flag.
+    """
+    parser = parser_of(about or "")
+    for name, given in asked.items():
+        default, said = given if isinstance(given, tuple) else (given, None)
+        settings: dict[str, Any] = {"help": said}
+        if default is False:
+            settings["action"] = "store_true"
+        else:
+            if isinstance(default, list):
+                settings["nargs"] = "+"
+            first = default[0] if settings.get("nargs") else default
+            is_type = isinstance(first, type)
+            settings["type"] = first if is_type else str if isinstance(first, str) else type(first)
+            settings["choices"] = getattr(default, "names", None)
+            nothing = [] if settings.get("nargs") else None
+            settings["default"] = nothing if is_type else default
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+    return parser
+
+
+def options(
+    about: str | None, given: Sequence[str] | None = None, *, threads: Any = 1, **asked: Any
+) -> argparse.Namespace:
+    """Read the command line, see ``arguments``, and set the threads of torch.
+
+    Args:
+        about: the docstring of the benchmark.
+        given: what to read, by default what the command was given.
+        threads: how many; None for as many as there are; a pair is an option itself.
+        **asked: the options.
+    """
+    if isinstance(threads, tuple):
+        asked["threads"] = threads
+    found = arguments(about, **asked).parse_args(given)
+    if count := getattr(found, "threads", threads):
+        torch.set_num_threads(count)
+    return found
+
+
+def line(cells: Iterable[object]) -> str:
+    """Return a row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def lines(head: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table; ``head`` has a bar between each two columns."""
+    columns = head.split(" | ")
+    yield line(columns)
+    yield "|" + "---|" * len(columns)
+    yield from map(line, rows)
+
+
+def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return a table."""
+    return "\n".join(lines(head, rows))
+
+
+def table(head: str, rows: Iterable[Iterable[object]]) -> None:
+    """Print a table, each row as soon as it is known."""
+    for each in lines(head, rows):
+        print(each, flush=True)
+
+
+def alone(
+    given: argparse.Namespace,
+    module: str,
+    path: Path,
+    names: Iterable[str],
+    steps: Callable[[str, str], Iterator[Row]],
+    summary: Callable[[Row], str],
+    also: Sequence[str] = (),
+) -> list[Row]:
+    """Measure models, each in a process of its own; return all rows of the file.
+
+    Args:
+        given: the command line, with the options ``ALONE``.
+        module: the benchmark's name.
+        path: of the rows.
+        names: of all models; those are measured that have no row, if none are asked for.
+        steps: measures one model of a zoo, in its process.
+        summary: of a row, for the terminal.
+        also: options that a process is given.
+    """
+    zoo = getattr(given, "zoo", "")
+    if given.one:
+        which, _, name = given.one.partition(":")
+        isolation.measure(name, steps(which, name))
+        raise SystemExit
+    wanted = given.models or isolation.missing(path, names)
+    isolation.run(f"benchmarks.{module}", path, zoo, wanted, given.limit, summary, also)
+    return isolation.rows(path)
