@@ -14,14 +14,15 @@ Seconds are those of training, dense training included.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.curves import seconds
-from benchmarks.isolation import ROOT, parser_of
+from benchmarks.isolation import ROOT
+from benchmarks.runner import Some, options, table
 from l0prune.features.recipes.files import load
 from l0prune.features.recipes.runs import run
 
@@ -43,23 +44,14 @@ ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mlp-small": ("mlp", "mnist-mlp-small", ()),
     "mlp-34k": ("mlp", "mnist-mlp-small", ("finetune.budget=params=34k", "finetune.settle=20")),
     # The paper's 200 epochs at a gate rate of 1e-3, in fewer at a higher one.
-    "lenet5-lambda": (
-        "lenet5",
-        "mnist-lenet5",
-        ("finetune.epochs=48", "finetune.settle=4", "finetune.gate_lr=3e-2"),
-    ),
+    "lenet5-lambda": ("lenet5", "mnist-lenet5",
+                      ("finetune.epochs=48", "finetune.settle=4", "finetune.gate_lr=3e-2")),
     "lenet5-small": ("lenet5", "mnist-lenet5-small", ()),
-    "lenet5-2k": (
-        "lenet5",
-        "mnist-lenet5-small",
-        ("finetune.budget=params=2050", "recover.epochs=100"),
-    ),
-    "lenet5-10k": (
-        "lenet5",
-        "mnist-lenet5-small",
-        ("finetune.budget=params=10k", "finetune.epochs=25", "recover.epochs=20"),
-    ),
-}
+    "lenet5-2k": ("lenet5", "mnist-lenet5-small",
+                  ("finetune.budget=params=2050", "recover.epochs=100")),
+    "lenet5-10k": ("lenet5", "mnist-lenet5-small",
+                   ("finetune.budget=params=10k", "finetune.epochs=25", "recover.epochs=20")),
+}  # fmt: skip
 
 
 class Published(NamedTuple):
@@ -110,42 +102,28 @@ def measure(row: str, overrides: list[str], out: Path) -> dict[str, Any]:
     }
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Markdown: for each network what was measured, then what others published."""
-    lines = ["| network | who | architecture | weights | params | error | ONNX error | s |"]
-    lines.append("|---" * 8 + "|")
+def cells(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield for each network what was measured, then what others published."""
     for network in dict.fromkeys(row["network"] for row in found):
         dense = DENSE[network]
-        lines.append(f"| {network} | dense | {dense} | {weights(network, dense):,} | | | | |")
-        for row in found:
-            if row["network"] == network:
-                lines.append(
-                    f"| {network} | **{row['row']}** | {row['architecture']} | {row['weights']:,} "
-                    f"| {row['params']:,} | {row['error']:.2%} | {row['onnx_error']:.2%} "
-                    f"| {row['seconds']:,.0f} |"
-                )
-        for other in PUBLISHED:
-            if other.network == network:
-                known = other.architecture
-                count = "" if known is None else f"{weights(network, known):,}"
-                params = "" if other.params is None else f"{other.params:,}"
-                lines.append(
-                    f"| {network} | {other.who} | {known or ''} | {count} | {params} "
-                    f"| {other.error:.2%} | | |"
-                )
-    return "\n".join(lines)
+        yield network, "dense", dense, f"{weights(network, dense):,}", "", "", "", ""
+        for row in (row for row in found if row["network"] == network):
+            counts = f"{row['weights']:,}", f"{row['params']:,}"
+            errors = f"{row['error']:.2%}", f"{row['onnx_error']:.2%}"
+            about = network, f"**{row['row']}**", row["architecture"]
+            yield *about, *counts, *errors, f"{row['seconds']:,.0f}"
+        for other in (other for other in PUBLISHED if other.network == network):
+            known = other.architecture
+            count = "" if known is None else f"{weights(network, known):,}"
+            params = "" if other.params is None else f"{other.params:,}"
+            yield network, other.who, known or "", count, params, f"{other.error:.2%}", "", ""
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="for all rows"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mnist")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(table([measure(row, options.set, options.out) for row in options.rows]))
+    out = ROOT / "runs" / "mnist"
+    given = options(__doc__, rows=Some(ROWS), set=([str], "KEY=VALUE, for all rows"), out=out)
+    found = [measure(row, given.set, given.out) for row in given.rows]
+    table("network | who | architecture | weights | params | error | ONNX error | s", cells(found))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.isolation import ROOT, parser_of
+from benchmarks.isolation import ROOT
+from benchmarks.runner import options, table
 from l0prune.features.penalties.shrinkage import PENALTIES
 from l0prune.features.recipes.files import load
 from l0prune.features.recipes.runs import run
@@ -45,27 +44,23 @@ def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str,
     result = run(load(recipe, [*own, *overrides]), folder)
     if not dense.exists() and (folder / "dense.pt").exists():
         shutil.copy(folder / "dense.pt", dense)
-    return {"row": row, **result}
+    return result
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--recipe", default="digits-resnet")
-    parser.add_argument("--rows", nargs="+", default=[*GATES, *PENALTIES])
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "penalties")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    short = SHORT if options.recipe == "digits-resnet" else ()
-    overrides = [*short, f"finetune.seed={options.seed}", *options.set]
-    print("| penalty | error | MACs | params |", "|---" * 4 + "|", sep="\n")
-    for row in options.rows:
-        found = measure(row, options.recipe, overrides, options.out / f"seed-{options.seed}")
+    given = options(
+        __doc__, recipe="digits-resnet", rows=[*GATES, *PENALTIES], set=([str], "KEY=VALUE …"),
+        seed=0, out=ROOT / "runs" / "penalties",
+    )  # fmt: skip
+    short = SHORT if given.recipe == "digits-resnet" else ()
+    overrides = [*short, f"finetune.seed={given.seed}", *given.set]
+
+    def cells(row: str) -> tuple[str, ...]:
+        found = measure(row, given.recipe, overrides, given.out / f"seed-{given.seed}")
         share = found["macs"] / found["macs_before"]
-        print(
-            f"| {row} | {found['test_error']:.2%} | {share:.1%} | {found['params']:,} |", flush=True
-        )
+        return row, f"{found['test_error']:.2%}", f"{share:.1%}", f"{found['params']:,}"
+
+    table("penalty | error | MACs | params", map(cells, given.rows))
 
 
 if __name__ == "__main__":

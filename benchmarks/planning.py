@@ -10,7 +10,6 @@ with its parameters, graph nodes, seconds and the process' peak memory.
 
 from __future__ import annotations
 
-import resource
 import time
 
 import torch
@@ -18,9 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import parser_of
+from benchmarks.isolation import resident
+from benchmarks.runner import options, table
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
+
+SIZES = (100, 1_000, 10_000)
 
 
 class Block(nn.Module):
@@ -97,31 +99,28 @@ class _Residual(nn.Module):
         return x + self.b(self.a(x))
 
 
+def row(size: int) -> tuple[object, ...]:
+    """Time the inference of a chain's axes."""
+    model = chain(size).eval()
+    start = time.perf_counter()
+    captured = capture(model, (torch.randn(2, 3, 16, 16),))
+    between = time.perf_counter()
+    analyse(captured)
+    took, nodes = time.perf_counter() - between, len(captured.graph.nodes)
+    return nodes, f"{between - start:.2f}", f"{took:.2f}", f"{1e3 * took / nodes:.3f}"
+
+
 def main() -> None:
     """Print both tables."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=80)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{'graph nodes':>12}{'torch.export s':>16}{'axes s':>10}{'axes ms a node':>16}")
-    for size in (100, 1_000, 10_000):
-        model = chain(size).eval()
-        start = time.perf_counter()
-        captured = capture(model, (torch.randn(2, 3, 16, 16),))
-        between = time.perf_counter()
-        analyse(captured)
-        took = time.perf_counter() - between
-        nodes = len(captured.graph.nodes)
-        print(
-            f"{nodes:12}{between - start:16.2f}{took:10.2f}{1e3 * took / nodes:16.3f}", flush=True
-        )
+    given = options(__doc__, layers=80)
+    table("graph nodes | torch.export, s | axes, s | axes, ms a node", map(row, SIZES))
     with torch.device("meta"):
-        llama = Llama(options.layers, 8192, 64, 8, 28_672).eval()
+        llama = Llama(given.layers, 8192, 64, 8, 28_672).eval()
         tokens = torch.zeros(2, 64, dtype=torch.int64)
     start = time.perf_counter()
     found = l0prune.survey(llama, (tokens,), own_class=False)
     took = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = resident("VmHWM") / 1024
     print(
         f"Llama of {found.params:,} parameters on the meta device: {len(found.axes)} axes, "
         f"{found.plan.size:,} gates reach {found.reachable('params'):.1%} of the parameters; "

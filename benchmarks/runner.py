@@ -46,7 +46,7 @@ def arguments(about: str | None, **asked: Any) -> argparse.ArgumentParser:
     """Return a parser of options, each by its default, or a pair of that and a help text.
 
     In the place of a default a type is an option that may be left out, and a list of a type one
-    with several values; ``False`` is a flag.
+    with several values, which may be given several times; ``False`` is a flag.
     """
     parser = parser_of(about or "")
     for name, given in asked.items():
@@ -54,15 +54,20 @@ def arguments(about: str | None, **asked: Any) -> argparse.ArgumentParser:
         settings: dict[str, Any] = {"help": said}
         if default is False:
             settings["action"] = "store_true"
+        elif isinstance(default, list):
+            is_type = isinstance(default[0], type)
+            settings |= {"nargs": "+", "default": [] if is_type else default}
+            settings |= {"type": default[0] if is_type else type(default[0])}
+            settings |= {"action": "extend"} if is_type else {}
+        elif isinstance(default, type):
+            settings["type"] = default
         else:
-            if isinstance(default, list):
-                settings["nargs"] = "+"
-            first = default[0] if settings.get("nargs") else default
-            is_type = isinstance(first, type)
-            settings["type"] = first if is_type else str if isinstance(first, str) else type(first)
-            settings["choices"] = getattr(default, "names", None)
-            nothing = [] if settings.get("nargs") else None
-            settings["default"] = nothing if is_type else default
+            settings |= {
+                "default": default,
+                "type": str if isinstance(default, str) else type(default),
+            }
+        if names := getattr(default, "names", None):
+            settings["choices"] = names
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     return parser
 
