@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import isolation
+from benchmarks import isolation, zoo
 from benchmarks.isolation import Row, parser_of
 
 
@@ -119,7 +119,6 @@ def alone(
     given: argparse.Namespace,
     module: str,
     path: Path,
-    names: Iterable[str],
     steps: Callable[[str, str], Iterator[Row]],
     summary: Callable[[Row], str],
     also: Sequence[str] = (),
@@ -127,19 +126,17 @@ def alone(
     """Measure models, each in a process of its own; return all rows of the file.
 
     Args:
-        given: the command line, with the options ``ALONE``.
+        given: the command line, with the options ``ALONE`` and a zoo.
         module: the benchmark's name.
-        path: of the rows.
-        names: of all models; those are measured that have no row, if none are asked for.
+        path: of the rows; by default models are measured that have none there.
         steps: measures one model of a zoo, in its process.
         summary: of a row, for the terminal.
         also: options that a process is given.
     """
-    zoo = getattr(given, "zoo", "")
     if given.one:
         which, _, name = given.one.partition(":")
         isolation.measure(name, steps(which, name))
         raise SystemExit
-    wanted = given.models or isolation.missing(path, names)
-    isolation.run(f"benchmarks.{module}", path, zoo, wanted, given.limit, summary, also)
+    wanted = given.models or isolation.missing(path, zoo.names(given.zoo))
+    isolation.run(f"benchmarks.{module}", path, given.zoo, wanted, given.limit, summary, also)
     return isolation.rows(path)

@@ -14,24 +14,23 @@ made, and ``benchmarks.masked`` compares.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.metadata
 import importlib.util
 import operator
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row, parser_of
+from benchmarks import zoo
+from benchmarks.isolation import ROOT, Row
 from benchmarks.masked import Kept, errors, onnx_error, shapes_of, zeroed
+from benchmarks.runner import ALONE, One, alone, options
 from benchmarks.scramble import Example, randomise, settle_statistics
-
-LIMIT = 120
 
 
 def steps(which: str, name: str, limit: int) -> Iterator[Row]:
@@ -173,24 +172,12 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--zoo", choices=zoo.ZOOS)
-    parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="CPU seconds for one model")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.one:
-        which, _, name = options.one.partition(":")
-        isolation.measure(name, steps(which, name, options.limit))
-        return
+    limit = (120, "CPU seconds for one model")
+    given = options(__doc__, **ALONE | {"limit": limit, "zoo": One(zoo.ZOOS)})
     if importlib.util.find_spec("torch_pruning") is None:
-        parser.error("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
-    if not options.zoo:
-        parser.error("which --zoo?")
-    path = ROOT / "runs" / f"torch-pruning-{options.zoo}.jsonl"
-    names = options.models or isolation.missing(path, zoo.names(options.zoo))
-    isolation.run("benchmarks.torch_pruning", path, options.zoo, names, options.limit, summary)
+        raise SystemExit("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
+    path = ROOT / "runs" / f"torch-pruning-{given.zoo}.jsonl"
+    alone(given, "torch_pruning", path, partial(steps, limit=given.limit), summary)
 
 
 if __name__ == "__main__":
