@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import l0prune
 from benchmarks import isolation, zoo
 from benchmarks.isolation import Row, parser_of
+from l0prune.files.consent import RECIPES
 
 
 class Some(list[str]):
@@ -89,6 +93,17 @@ def options(
     if count := getattr(found, "threads", threads):
         torch.set_num_threads(count)
     return found
+
+
+CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
+"""Published CIFAR-10 networks of the recipes, whose files are in ``$L0PRUNE_DATA/../models``."""
+
+
+def published(name: str) -> nn.Module:
+    """Return a network of the recipes, with its published weights where it has some."""
+    file = CHECKPOINTS.get(name)
+    weights = file and str(Path(os.environ["L0PRUNE_DATA"]).parent / "models" / file)
+    return l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", weights)
 
 
 def line(cells: Iterable[object]) -> str:
