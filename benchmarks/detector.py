@@ -19,7 +19,6 @@ mAP is of the test images, with ultralytics' own suppression, matching and ``ap_
 from __future__ import annotations
 
 import copy
-import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +32,7 @@ from torch.utils.data import DataLoader
 
 import l0prune
 from benchmarks import depgraph, today
+from benchmarks.isolation import Late, within
 from benchmarks.runner import Some, options, table
 from benchmarks.ways import macs
 
@@ -128,19 +128,11 @@ def scored(how: str, model: Any, example: Tensor, loader: DataLoader, loss: Any,
 
 def grouped(model: Any, example: Tensor, *_: Any) -> None:
     """By Torch-Pruning, which does not see what is frozen."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not cut after {LIMIT} s of the CPU")
-
     model.requires_grad_(True)
     count = partial(macs, example=example)
-    signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
-    try:
+    with within(LIMIT):
         pruner = depgraph.pruner(model, example, model.model[-1], uniform=True)
         depgraph.shrink(pruner, model, count, SHARE * count(model))
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     model.model[-1].dfl.requires_grad_(False)  # as it was
 
 
@@ -178,7 +170,7 @@ def main() -> None:
         start = time.process_time()
         try:
             pruner = WAYS[way](model, example, loader, loss, epochs * len(loader))
-        except Exception as error:  # what a tool says is its row
+        except (Exception, Late) as error:  # what a tool says is its row
             return f"`{name}`", f"{type(error).__name__}: {str(error)[:200]}", *[""] * 5
         train(model, loader, loss, epochs, pruner)
         if way not in ("dense", "torch-pruning"):

@@ -33,7 +33,7 @@ from l0prune.features.latency.runtimes import runtime_of
 
 PATH = ROOT / "runs" / "faster.jsonl"
 SECONDS, TIMES, LIMIT = 1.0, 3, 1500
-NOISE = 1e-3  # exporters merge equal tensors, and those of a trained network differ
+NOISE = 1e-3
 SIDES = {
     "resnet18": 64, "resnet50": 224, "mobilenet_v2": 160, "mobilenet_v3_large": 160,
     "efficientnet_b0": 160, "regnet_y_400mf": 160, "densenet121": 128, "convnext_tiny": 128,
@@ -60,10 +60,22 @@ def build(name: str) -> Built:
 
         model = getattr(torchvision.models, name)(weights=None)
         example = (torch.randn(2, 3, SIDES[name], SIDES[name]),)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += NOISE * torch.randn_like(parameter)
-    return model.eval(), example
+    return roughened(model).eval(), example
+
+
+@torch.no_grad()
+def roughened(model: nn.Module) -> nn.Module:
+    """The model with noise on its parameters: exporters merge equal tensors, as of constants."""
+    for parameter in model.parameters():
+        parameter += NOISE * torch.randn_like(parameter)
+    return model
+
+
+def looks(own: Any, dense: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+    """The time over the dense network's: the median of a few looks, and how far they differ."""
+    turns = (collect.networks_turns(own, dense, inputs, SECONDS) for _ in range(TIMES))
+    shares = [collect.share(**each) for each in turns]
+    return statistics.median(shares), max(shares) / min(shares) - 1
 
 
 def steps(name: str, ways: list[str], target: str) -> Iterator[Row]:
@@ -106,15 +118,12 @@ class Clock:
         return {of.name: value for of, value in zip(file.graph.input, self._values, strict=True)}
 
     def times_as_fast(self, name: str) -> tuple[float, float]:
-        """Times as fast as the dense file: the median of a few turns, and how far they differ."""
+        """Times as fast as the dense file, and how far some looks at it differ."""
         paths = [self._folder / each for each in (name, "dense.onnx")]
         inputs = self._inputs(onnx.load(str(paths[0]), load_external_data=False))
-        own, dense = (self._runtime.load(path, 1, self._runtime.provider) for path in paths)
-        found = [
-            1 / collect.share(**collect.networks_turns(own, dense, inputs, SECONDS))
-            for _ in range(TIMES)
-        ]
-        return statistics.median(found), max(found) / min(found) - 1
+        both = (self._runtime.load(path, 1, self._runtime.provider) for path in paths)
+        share, spread = looks(*both, inputs)
+        return 1 / share, spread
 
 
 def macs_of(model: nn.Module, example: tuple) -> float:

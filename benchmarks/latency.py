@@ -26,6 +26,7 @@ import torchvision
 from torch import nn
 
 import l0prune
+from benchmarks.faster import looks, roughened
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.runner import options, table
 from l0prune.exporting.onnx import collect
@@ -36,8 +37,6 @@ NETWORKS = (
     "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",
 )  # fmt: skip
 UNSEEN = 8
-NOISE = 1e-3
-SECONDS, TIMES = 1.0, 3  # of each look at a file, and how often
 PATH = ROOT / "runs" / "latency.jsonl"
 TABLES = PATH.parent / "latency"
 
@@ -52,13 +51,8 @@ class Bench:
         self._dense = collect.Network(folder / DENSE, 1, collect.CPU)
 
     def share(self, path: Path) -> tuple[float, float]:
-        """The file's time over the dense one's: the median of a few, and how far they differ."""
-        network = collect.Network(path, 1, collect.CPU)
-        shares = [
-            collect.share(**collect.networks_turns(network, self._dense, self._inputs, SECONDS))
-            for _ in range(TIMES)
-        ]
-        return statistics.median(shares), max(shares) / min(shares) - 1
+        """The file's time over the dense one's, and how far some looks at it differ."""
+        return looks(collect.Network(path, 1, collect.CPU), self._dense, self._inputs)
 
     def exported(self) -> tuple[float, float, l0prune.Export]:
         """The share and its spread, of the file that an export of the model writes."""
@@ -71,10 +65,7 @@ class Bench:
 def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
     """The rows of one network."""
     torch.manual_seed(0)
-    model = getattr(torchvision.models, name)(weights=None).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # trained ones are all different, too: equal ones
-            parameter += NOISE * torch.randn_like(parameter)  # become one in a file
+    model = roughened(getattr(torchvision.models, name)(weights=None).eval())
     l0prune.gate(model, (torch.randn(1, 3, 224, 224),), branches=False)
     gates = l0prune.gates(model)
     kept = TABLES / f"{name}.json"
