@@ -7,23 +7,16 @@ from benchmarks.reports import REPORTS
 from benchmarks.runner import lines
 
 TITLE = "## Fourteen more reports"
-HEAD = f"""{TITLE}
-
-Issues and pull requests, by number, about pruning and about files of pruned models, in eight
-projects; some tell of an error, some ask for a feature. Networks are small ones written anew, or
-classes of transformers at small sizes (`benchmarks/report_models.py`), with random weights. Half of
-the gates are closed at random, to any width; the Llama of LLM-Shearing 74 gets the sizes that are
-given, the ViT of Torch-Pruning 411 loses a fifth of its MACs in each of five rounds, and of the
-experts (llm-compressor) 5 of 8 and 12 of 16 stay. Measured by `python -m benchmarks.coverage --zoo
-reports`, printed by `--zoo reports --page docs/threads.md`.
-
-*params*, *float64*, *class*, *ONNX* and *loaded by* are as above. A model of fewer experts is
-compared with the whole one, whose router never chooses the others, and has no ONNX file. A report
-passes if its network is smaller, exact and of its own class, and equal in ONNX and after loading.
-"""
+PAGE = ROOT / "docs" / "threads.md"
 EXACT, SAME = 1e-10, 1e-6
 COLUMNS = "thread | what it is about | what l0prune does | test"
 FIGURES = "params | float64 | class | ONNX | loaded by"
+
+
+def words(after: str = "") -> str:
+    """What the page says before a table, up to how many pass, which is in bold."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text[text.index(after) :].partition("\n**")[0]
 
 
 def section() -> str:
@@ -37,7 +30,8 @@ def section() -> str:
     )
     also = {name: found[name].get("also") for name in REPORTS if name in found}
     notes = (f"- {name}: {said}." for name, said in also.items() if said)
-    return "\n".join([HEAD, verdict, *lines(f"{COLUMNS} | {FIGURES}", cells), "", *notes]) + "\n"
+    table = lines(f"{COLUMNS} | {FIGURES}", cells)
+    return "\n".join([words(TITLE), verdict, *table, "", *notes]) + "\n"
 
 
 def with_reports(text: str) -> str:

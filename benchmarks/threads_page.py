@@ -1,4 +1,4 @@
-"""The documentation page of ``benchmarks.threads``."""
+"""The documentation page of ``benchmarks.threads``: its words are kept, its tables made anew."""
 
 from __future__ import annotations
 
@@ -7,32 +7,6 @@ from benchmarks.isolation import ROOT, Row, rows
 from benchmarks.runner import lines
 from benchmarks.threads import CASES, Case
 
-HEAD = """# Fifteen cases on which users of other tools failed
-
-Threads in the trackers of Torch-Pruning, OTO (only_train_once), NNCF and ModelOpt, by number,
-in which users tell where those tools failed; and what l0prune does with the same kind of network.
-Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --page docs/threads.md`.
-[A second table](#fourteen-more-reports) has reports of eight projects, from 2023 to 2026.
-
-Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
-written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
-otherwise, half of the gates are closed at random (seed 0), and the widths that stay are multiples
-of 8, as `round_to=8` makes them.
-
-- *can be cut*: the share of the MACs that some axis reaches. *params*, *MACs*: what is left.
-- *float64*: the largest difference between the gated and the exported model, relative to the
-  output's scale. *ONNX*: that between the gated model and ONNX Runtime, in float32.
-- *class*: the exported model is of its own class (*yes*), with some cut *layers* in it, or the
-  captured *graph*.
-- *loaded by*: what has loaded its files again, as little of l0prune as possible. *transformers* is
-  its own `from_pretrained`. The loaded model gives the same outputs on another input.
-- *times as fast*: the median of the ratios of CPU time, uncut to cut, on one thread: in ONNX
-  Runtime (*ORT*) and in PyTorch (*eager*), both run by turns on the example.
-
-A case passes if all its networks are exact, of their own class, equal in ONNX and after loading,
-and faster where they run (ONNX Runtime; PyTorch for what is captured in parts, which is a file for
-each part).
-"""
 EXACT, SAME = 1e-10, 1e-6
 COLUMNS = (
     "network | can be cut | params | MACs | float64 | class | ONNX | loaded by | "
@@ -46,7 +20,7 @@ def page() -> str:
     passed = sum(all(passes(found.get(name, {})) for name in case.models) for case in CASES)
     cases = (_case(number, case, found) for number, case in enumerate(CASES, start=1))
     verdict = f"**{passed} of {len(CASES)} cases pass.**\n"
-    return "\n".join([HEAD, verdict, *cases, reports_page.section()])
+    return "\n".join([reports_page.words(), verdict, *cases, reports_page.section()])
 
 
 def _case(number: int, case: Case, found: dict[str, Row]) -> str:
