@@ -26,9 +26,8 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.runner import Some, options, table
+from benchmarks.runner import Some, machine, options, table
 from l0prune.capture.example_inputs import tensors_in
-from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import to_onnx
 
 Run = Callable[[], object]
@@ -135,8 +134,7 @@ CASES = {"layernorm": (layernorm, 30), "subnormal": (subnormal, 20)}
 
 def main() -> None:
     given = options(__doc__, cases=Some(CASES), rounds=int)
-    versions = f"torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}"
-    print(f"{collect.processor()}; {versions}, 1 thread")
+    print(machine())
     for name in given.cases:
         torch.manual_seed(0)
         make, rounds = CASES[name]

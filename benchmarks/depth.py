@@ -20,8 +20,7 @@ from torchvision import models
 from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
-from benchmarks.runner import Some, options, table
-from l0prune.exporting.onnx import collect
+from benchmarks.runner import Some, machine, options, table
 from recipes.vision import resnet56
 
 
@@ -95,8 +94,7 @@ def measure(name: str, way: str, share: float) -> tuple[str, ...]:
 def main() -> None:
     share = (0.5, "of the MACs that is left")
     given = options(__doc__, threads=None, networks=Some(NETWORKS), ways=Some(WAYS), share=share)
-    where = f"ONNX Runtime {collect.version()}, one thread, batch 1"
-    print(f"torch {torch.__version__}, {where}, {collect.processor()}\n")
+    print(f"{machine()}; timed on one, batch 1\n")
     rows = (measure(name, way, given.share) for name in given.networks for way in given.ways)
     table("network | cut | MACs left | dense ms | small ms | speed-up | of the ideal", rows)
 

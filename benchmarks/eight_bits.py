@@ -48,7 +48,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.runner import options, published, table
+from benchmarks.runner import machine, options, published, table
 from l0prune.capture.threads import muted
 from l0prune.data import Data, Tensors
 from l0prune.data.dataset import WHOLE
@@ -302,7 +302,7 @@ def main() -> None:
         __doc__, networks=[*NETWORKS], predict=[str], train=[float], cut=[float], half=[str],
         examples=5000, epochs=2, size=224, inputs=64, samples=48,
     )  # fmt: skip
-    print(f"onnxruntime {collect.version()}, {collect.processor()}, one thread, batch 1")
+    print(f"{machine()}, batch 1")
     with tempfile.TemporaryDirectory() as name:
         table(*chosen(given, Path(name)))
 

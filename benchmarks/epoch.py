@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
-from benchmarks.runner import Some, options, table
+from benchmarks.runner import Some, machine, options, table
 from l0prune.data import Data, Tensors
 from l0prune.training.phases import watched
 from l0prune.training.run import train_dense
@@ -187,7 +187,7 @@ def main() -> None:
     given = options(
         __doc__, threads=(1, None), networks=Some(NETWORKS), sources=Some(SOURCES), epochs=7
     )
-    print(f"torch {torch.__version__}, {given.threads} threads, batch {BATCH}, fused Adam")
+    print(f"{machine()}, batch {BATCH}, fused Adam")
 
     def row(network: str, source: str) -> tuple[str, ...]:
         bare, dense = measured(network, source, False, given.epochs)

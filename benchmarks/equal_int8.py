@@ -39,7 +39,7 @@ import l0prune
 from benchmarks.budgets import part
 from benchmarks.eight_bits import by_turns, error_of, resnet20
 from benchmarks.isolation import ROOT
-from benchmarks.runner import options, table
+from benchmarks.runner import machine, options, table
 from benchmarks.ways import BATCH, SGD
 from l0prune.data import Data
 from l0prune.errors import UsageError, first_line
@@ -159,7 +159,7 @@ def main() -> None:
         __doc__, latency=(0.85, "of the dense int8 file's"), examples=5000, epochs=2, seed=0,
         device=("auto", "that trains; times are the CPU's"), samples=24,
     )  # fmt: skip
-    print(f"onnxruntime {collect.version()}, {collect.processor()}, one thread, batch 1")
+    print(f"{machine()}, batch 1")
     with tempfile.TemporaryDirectory() as folder:
         data = part(l0prune.load_data("cifar10"), given.examples)
         ways = Ways(data, given, Path(folder))

@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import l0prune
-from benchmarks.runner import options
+from benchmarks.runner import machine, options
 from l0prune.capture.compat import TorchDispatchMode
 from l0prune.data import Data, Tensors
 from l0prune.training import loop, run, start
@@ -216,7 +216,7 @@ def main() -> None:
         epochs=(8, f"of {STEPS} steps"),
     )
     dense, clock, waits = measure(given.network, given.size, given.budget, given.epochs)
-    print(f"torch {torch.__version__}, batch {BATCH}, {given}")
+    print(f"{machine()}, batch {BATCH}, {given}")
     print(f"{dense:8.2f} s  the same epochs without gates")
     print(f"{sum(clock.seconds.values()):8.2f} s  gate, finetune and export; of these:")
     for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):

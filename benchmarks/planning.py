@@ -1,27 +1,41 @@
 """Planning without a big machine: time against the size of the graph, and a model of 70 billion.
 
     python -m benchmarks.planning [--layers 80]
+    python -m benchmarks.planning --beside resnet50 vit_b_16 densenet121 llama [--repeats 5]
 
 First the survey of plain networks of 10², 10³ and 10⁴ graph nodes, with the seconds that the
 inference of axes takes on top of torch.export, in all and per node. Then the survey of a
 Llama-shaped transformer on the meta device (8192 wide, 64 heads in groups of 8, 28672 in the MLP),
 with its parameters, graph nodes, seconds and the process' peak memory.
+
+With ``--beside`` time and peak memory of ``gate`` (which surveys, and tries its plan) beside
+torch.export itself: both alternate in one process, and their medians are compared; peak memory is
+that of a process of its own for each (Linux, VmHWM). ``llama`` is of 12 layers and 768 wide.
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import statistics
+import subprocess
+import sys
 import time
+from argparse import SUPPRESS
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.by_turns import Run, seconds
 from benchmarks.isolation import resident
-from benchmarks.runner import options, table
+from benchmarks.runner import machine, options, table
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
 
+SIDES = ("capture", "gate")
 SIZES = (100, 1_000, 10_000)
 
 
@@ -99,6 +113,49 @@ class _Residual(nn.Module):
         return x + self.b(self.a(x))
 
 
+def sides(name: str) -> dict[str, Run]:
+    """Both sides of a network with random weights."""
+    torch.manual_seed(0)
+    if name == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+            num_key_value_heads=4, vocab_size=8_000, use_cache=False, tie_word_embeddings=False,
+        )  # fmt: skip
+        model, args = LlamaForCausalLM(config).eval(), (torch.randint(0, 8_000, (2, 32)),)
+    else:
+        model, args = torchvision.models.get_model(name).eval(), (torch.randn(2, 3, 224, 224),)
+
+    def gate() -> None:
+        l0prune.gate(model, args)
+        l0prune.ungate(model)
+
+    return {"capture": lambda: torch.export.export(model, args, strict=False), "gate": gate}
+
+
+def compare(name: str, repeats: int) -> dict[str, object]:
+    """Seconds and peak MiB of both sides, and the ratios that count."""
+    both = sides(name)
+    for run in both.values():
+        run()
+    taken: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(repeats):
+        for side, run in both.items():
+            gc.collect()  # what the other side left behind is not this one's work
+            taken[side].append(seconds(run))
+    command = [sys.executable, "-m", "benchmarks.planning", "--beside", name, "--memory-of"]
+    memory = [int(subprocess.check_output([*command, side])) for side in SIDES]
+    medians = [statistics.median(taken[side]) for side in SIDES]
+    return {
+        "model": name,
+        **{f"{side}_s": round(time, 3) for side, time in zip(SIDES, medians, strict=True)},
+        "time_ratio": round(medians[1] / medians[0], 3),
+        **{f"{side}_peak_mib": peak for side, peak in zip(SIDES, memory, strict=True)},
+        "memory_ratio": round(memory[1] / memory[0], 3),
+    }
+
+
 def row(size: int) -> tuple[object, ...]:
     """Time the inference of a chain's axes."""
     model = chain(size).eval()
@@ -112,7 +169,18 @@ def row(size: int) -> tuple[object, ...]:
 
 def main() -> None:
     """Print both tables."""
-    given = options(__doc__, layers=80)
+    given = options(
+        __doc__, layers=80, beside=([str], "models"), repeats=5, memory_of=(str, SUPPRESS)
+    )
+    if given.memory_of:
+        sides(given.beside[0])[given.memory_of]()
+        # Not getrusage: its maximum includes what the parent held when it started this process.
+        return print(round(resident("VmHWM")))
+    if given.beside:
+        print(machine())
+        for name in given.beside:
+            print(json.dumps(compare(name, given.repeats)))
+        return
     table("graph nodes | torch.export, s | axes, s | axes, ms a node", map(row, SIZES))
     with torch.device("meta"):
         llama = Llama(given.layers, 8192, 64, 8, 28_672).eval()

@@ -14,6 +14,7 @@ from torch import nn
 import l0prune
 from benchmarks import isolation, zoo
 from benchmarks.isolation import Row, parser_of
+from l0prune.exporting.onnx import collect
 from l0prune.files.consent import RECIPES
 
 
@@ -104,6 +105,12 @@ def published(name: str) -> nn.Module:
     file = CHECKPOINTS.get(name)
     weights = file and str(Path(os.environ["L0PRUNE_DATA"]).parent / "models" / file)
     return l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", weights)
+
+
+def machine() -> str:
+    """Return what everything is measured on."""
+    versions = f"torch {torch.__version__}, ONNX Runtime {collect.version()}"
+    return f"{versions}, {torch.get_num_threads()} threads of {collect.processor()}"
 
 
 def line(cells: Iterable[object]) -> str:

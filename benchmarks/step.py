@@ -25,7 +25,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.runner import options
+from benchmarks.runner import machine, options, table
 from recipes.vision import lenet5
 
 BATCH = 100
@@ -124,27 +124,26 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def main() -> int:
+def main() -> bool:
     given = options(
         __doc__,
         threads=(torch.get_num_threads(), None),
         rounds=(400, "steps of the smallest model"),
         models=([""], "beginnings of their names"),
     )
-    print(f"torch {torch.__version__}, {given.threads} threads, batch {BATCH}, Adam")
-    columns = f"{'ratio':>8}{'target':>8}{'settled':>9}{'switched':>10}"
-    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{columns}")
-    missed = False
-    for name, (make, shape, target, share) in CASES.items():
-        if not name.startswith(tuple(given.models)):
-            continue
-        rounds = max(6, int(given.rounds * share))
-        plain, gated, ratio, settled, switched = measure(make, shape, rounds)
-        missed |= ratio > target
-        row = f"{name:24}{plain:10.2f}{gated:10.2f}{ratio:8.3f}{target:8.2f}{settled:9.3f}"
-        row += "" if math.isnan(switched) else f"{switched:10.3f}"
-        print(row, flush=True)
-    return int(missed)
+    print(f"{machine()}, batch {BATCH}, Adam")
+    missed = []
+
+    def row(name: str) -> list[str]:
+        make, shape, target, share = CASES[name]
+        plain, gated, *ratios = measure(make, shape, max(6, int(given.rounds * share)))
+        missed.extend([name] if ratios[0] > target else [])
+        shown = (f"{each:.3f}" for each in ratios)
+        return [name, f"{plain:.2f}", f"{gated:.2f}", f"{target:.2f}", *shown]
+
+    names = (name for name in CASES if name.startswith(tuple(given.models)))
+    table("model | plain, ms | gated, ms | target | ratio | settled | switched", map(row, names))
+    return bool(missed)
 
 
 if __name__ == "__main__":
