@@ -67,11 +67,11 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
 from benchmarks.budgets import part
-from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.runner import CHECKPOINTS, One, Some, arguments, published, table
 from benchmarks.ways import ADAM, ALL_WAYS, SGD, WAYS, Job, macs
 from l0prune.data import Data
+from l0prune.training.history import NAME
 
 RUNS = ROOT / "runs"
 NETWORKS = (*CHECKPOINTS, "vit")
@@ -103,6 +103,12 @@ def figures(model: nn.Module, cut: nn.Module, job: Job) -> Row:
         "error": round(after, 4),
         "seconds": round(seconds(job.folder), 1),
     }
+
+
+def seconds(folder: Path) -> float:
+    """How long all training in a run's folder took, over all of its phases."""
+    lines = (line for path in folder.rglob(NAME) for line in path.open(encoding="utf-8"))
+    return sum(json.loads(line)["seconds"] for line in lines)
 
 
 def vit() -> nn.Module:
