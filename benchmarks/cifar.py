@@ -255,11 +255,8 @@ def run(
 ) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
     data = part(l0prune.load_data("cifar10"), options.examples)
-    found: list[Row] = []
-    for seed in options.seed:
-        of_seed = argparse.Namespace(**vars(options) | {"seed": seed})
-        found += _of_seed(of_seed, data, shares, measure)
-    return found
+    of_seeds = (argparse.Namespace(**vars(options) | {"seed": seed}) for seed in options.seed)
+    return [row for each in of_seeds for row in _of_seed(each, data, shares, measure)]
 
 
 def _of_seed(
@@ -271,25 +268,17 @@ def _of_seed(
     """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
     of_ways = ("epochs", "training_macs", "gate_epochs", "rate", "distill")
-    names = [
-        str(value) for key, value in common.items() if key not in of_ways and value is not None
-    ]
-    home = options.out / "-".join(names)
+    given = {key: str(value) for key, value in common.items() if value is not None}
+    home = options.out / "-".join(text for key, text in given.items() if key not in of_ways)
     home.mkdir(parents=True, exist_ok=True)
     path = options.out.with_suffix(".jsonl")
     known = {tuple(map(row.get, KEY)): row for row in rows(path, KEY)}
     usual = SGD if options.network in CHECKPOINTS else ADAM
     job = Job(
-        data=data,
-        epochs=options.epochs,
-        seed=options.seed,
-        device=options.device,
-        autocast=options.autocast,
-        optimizer=usual if options.rate is None else usual | {"lr": options.rate},
-        training_macs=common["training_macs"],
-        gate_epochs=options.gate_epochs,
-        folder=home,
-    )
+        **{name: getattr(options, name) for name in ("epochs", "seed", "device", "autocast")},
+        data=data, optimizer=usual if options.rate is None else usual | {"lr": options.rate},
+        training_macs=common["training_macs"], gate_epochs=options.gate_epochs, folder=home,
+    )  # fmt: skip
     # Its own rate is the same for all that start from it.
     first = replace(job, optimizer=usual, training_macs=None)
     model = start(options.network, options.dense_epochs, first)
@@ -302,7 +291,7 @@ def _of_seed(
             made = common | {"way": way, "budget": budget}
             key = tuple(made[name] for name in KEY)
             if key not in known:
-                asked = [str(common[key]) for key in of_ways if common[key] is not None]
+                asked = (given[key] for key in of_ways if key in given)
                 folder = home / "-".join((way, str(budget), *asked))
                 row = made | measure(way, model, share, replace(job, folder=folder))
                 packages = ("torch", "torch-pruning") if _is_theirs(way) else ("torch",)

@@ -32,15 +32,9 @@ from recipes.vision import lenet5, resnet20
 
 BATCH, CLASSES, LR = 100, 10, 1e-3
 PLAIN: dict[str, Any] = {
-    "batch_size": BATCH,
-    "lr": LR,
-    "optimizer": "adam",
-    "schedule": "constant",
-    "ema": 0.0,
-    "recalibrate": 0,
-    "device": "cpu",
-    "progress": False,
-}
+    "batch_size": BATCH, "lr": LR, "optimizer": "adam", "schedule": "constant", "ema": 0.0,
+    "recalibrate": 0, "device": "cpu", "progress": False,
+}  # fmt: skip
 GATES: dict[str, Any] = {"lam": "0.1/N", "warmup": 0, "settle": 0, "compact": "never"}
 
 # By name: the model, the shape of a picture, pictures to train on and to test on.

@@ -450,13 +450,9 @@ def worst(dense: Any) -> float:
 
 def main() -> None:
     args = options(
-        __doc__,
-        threads=None,
-        minutes=9.0,
-        rows=Some(ORDER),
+        __doc__, threads=None, minutes=9.0, rows=Some(ORDER), here=(False, SUPPRESS),
         tiny=(False, "small networks, to try it anywhere"),
-        here=(False, SUPPRESS),
-    )
+    )  # fmt: skip
     if args.here:  # one row, in this process
         for facts in ORDER[args.rows[0]](args.tiny):
             print(json.dumps({"row": args.rows[0], **facts}), flush=True)

@@ -208,13 +208,9 @@ def measure(network: str, size: int, budget: str, epochs: int) -> tuple[float, C
 
 def main() -> None:
     given = options(
-        __doc__,
-        threads=(1, None),
-        network=("resnet18", "of torchvision"),
-        size=(32, "of the pictures"),
-        budget="macs=0.25",
-        epochs=(8, f"of {STEPS} steps"),
-    )
+        __doc__, threads=(1, None), network=("resnet18", "of torchvision"), budget="macs=0.25",
+        size=(32, "of the pictures"), epochs=(8, f"of {STEPS} steps"),
+    )  # fmt: skip
     dense, clock, waits = measure(given.network, given.size, given.budget, given.epochs)
     print(f"{machine()}, batch {BATCH}, {given}")
     print(f"{dense:8.2f} s  the same epochs without gates")

@@ -102,13 +102,10 @@ def compiled(step: Callable[[], None]) -> int:
 
 def main() -> None:
     args = options(
-        __doc__,
-        threads=None,
-        models=["resnet50", "vit_b_16", "mobilenet_v2"],
-        size=(32, "of the images (ViT: 224)"),
-        autocast=(False, "to bfloat16"),
+        __doc__, threads=None, models=["resnet50", "vit_b_16", "mobilenet_v2"],
+        size=(32, "of the images (ViT: 224)"), autocast=(False, "to bfloat16"),
         compile=(False, "count kernels of the compiler"),
-    )
+    )  # fmt: skip
     for name in args.models:
         torch.manual_seed(0)
         size = 224 if name.startswith("vit") else args.size

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import SUPPRESS
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks.by_turns import Run, seconds
 from benchmarks.isolation import resident
-from benchmarks.runner import machine, options, table
+from benchmarks.runner import HIDDEN, machine, options, table
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
 
@@ -169,9 +168,7 @@ def row(size: int) -> tuple[object, ...]:
 
 def main() -> None:
     """Print both tables."""
-    given = options(
-        __doc__, layers=80, beside=([str], "models"), repeats=5, memory_of=(str, SUPPRESS)
-    )
+    given = options(__doc__, layers=80, beside=([str], "models"), repeats=5, memory_of=HIDDEN)
     if given.memory_of:
         sides(given.beside[0])[given.memory_of]()
         # Not getrusage: its maximum includes what the parent held when it started this process.

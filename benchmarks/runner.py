@@ -67,10 +67,8 @@ def arguments(about: str | None, **asked: Any) -> argparse.ArgumentParser:
         elif isinstance(default, type):
             settings["type"] = default
         else:
-            settings |= {
-                "default": default,
-                "type": str if isinstance(default, str) else type(default),
-            }
+            kind = str if isinstance(default, str) else type(default)
+            settings |= {"default": default, "type": kind}
         if names := getattr(default, "names", None):
             settings["choices"] = names
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
@@ -110,7 +108,7 @@ def published(name: str) -> nn.Module:
 def machine() -> str:
     """Return what everything is measured on."""
     versions = f"torch {torch.__version__}, ONNX Runtime {collect.version()}"
-    return f"{versions}, {torch.get_num_threads()} threads of {collect.processor()}"
+    return f"{versions}, {collect.processor()}, threads: {torch.get_num_threads()}"
 
 
 def line(cells: Iterable[object]) -> str:
@@ -124,11 +122,6 @@ def lines(head: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
     yield line(columns)
     yield "|" + "---|" * len(columns)
     yield from map(line, rows)
-
-
-def markdown(head: str, rows: Iterable[Iterable[object]]) -> str:
-    """Return a table."""
-    return "\n".join(lines(head, rows))
 
 
 def table(head: str, rows: Iterable[Iterable[object]]) -> None:

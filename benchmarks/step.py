@@ -126,11 +126,9 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
 
 def main() -> bool:
     given = options(
-        __doc__,
-        threads=(torch.get_num_threads(), None),
-        rounds=(400, "steps of the smallest model"),
+        __doc__, threads=(torch.get_num_threads(), None), rounds=(400, "steps of the smallest"),
         models=([""], "beginnings of their names"),
-    )
+    )  # fmt: skip
     print(f"{machine()}, batch {BATCH}, Adam")
     missed = []
 
