@@ -48,6 +48,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.faster import save
 from benchmarks.runner import machine, options, published, table
 from l0prune.capture.threads import muted
 from l0prune.data import Data, Tensors
@@ -105,15 +106,6 @@ def built(name: str, size: int, inputs: int = 16) -> tuple[nn.Module, Tensor]:
     return model.eval(), images
 
 
-def write(model: nn.Module, images: Tensor, path: Path) -> None:
-    """Write the network in float32."""
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(
-        model, (images[:2],), str(path), dynamo=True, dynamic_shapes=({0: batch},),
-        external_data=False, verbose=False,
-    )  # fmt: skip
-
-
 class Reader:
     """Inputs as ONNX Runtime's quantizer reads them."""
 
@@ -143,7 +135,7 @@ def row(name: str, size: int, inputs: int, folder: Path) -> Cells:
     paths = {key: folder / f"{key}.onnx" for key in ("float32", "default", "plain", "ours")}
     model, images = built(name, size, 2 * inputs)
     with muted():
-        write(model, images, paths["float32"])
+        save(model, (images[:2],), str(paths["float32"]))
     given = collect.Network(paths["float32"], 1, collect.CPU)
     (first,) = given.session.get_inputs()
     feeds = [{first.name: part.numpy()} for part in images.split(4)]

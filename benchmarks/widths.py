@@ -130,9 +130,8 @@ def main() -> None:
         uniform=(False, "with --loadable: one share"),
     )  # fmt: skip
     kind = "loadable" if given.loadable else "widths"
-    path = (
-        ROOT / "runs" / f"{kind}-{given.zoo}{'-uniform' * (given.loadable and given.uniform)}.jsonl"
-    )
+    end = "-uniform" * (given.loadable and given.uniform)
+    path = ROOT / "runs" / f"{kind}-{given.zoo}{end}.jsonl"
     also = [f"--{name}" for name in ("loadable", "uniform", "export") if getattr(given, name)]
     also += ["--width", f"{given.width:g}"]
     if given.loadable:
