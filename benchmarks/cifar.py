@@ -113,10 +113,7 @@ def seconds(folder: Path) -> float:
 
 def vit() -> nn.Module:
     """A small ViT: eight blocks of width 64 over 64 patches."""
-    return VisionTransformer(
-        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=64, mlp_dim=256,
-        num_classes=10,
-    )  # fmt: skip
+    return VisionTransformer(32, 4, 8, 4, 64, 256, num_classes=10)
 
 
 def start(network: str, epochs: int, job: Job) -> nn.Module:

@@ -25,11 +25,8 @@ from recipes.vision import resnet56
 
 
 def vit() -> nn.Module:
-    """A small ViT for 32×32 images."""
-    return VisionTransformer(
-        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=192, mlp_dim=768,
-        num_classes=10,
-    )  # fmt: skip
+    """Eight blocks of width 192 over 64 patches."""
+    return VisionTransformer(32, 4, 8, 4, 192, 768, num_classes=10)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {

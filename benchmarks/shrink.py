@@ -136,10 +136,7 @@ def crepe(seed: int) -> Made:
 def digits_vit(seed: int) -> Made:
     """Return a ViT of four blocks of width 64 over 16 patches, trained on digits, and these."""
     torch.manual_seed(seed)
-    model = VisionTransformer(
-        image_size=8, patch_size=2, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256,
-        num_classes=10,
-    )  # fmt: skip
+    model = VisionTransformer(8, 2, 4, 4, 64, 256, num_classes=10)
     model.conv_proj = nn.Conv2d(1, 64, 2, 2)
     data = l0prune.load_data("digits")
     l0prune.train_dense(model, data, epochs=80, optimizer="adamw", lr=1e-3, seed=seed)
