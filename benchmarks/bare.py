@@ -14,7 +14,6 @@ The error is that of the ONNX file beside the tuned model on fresh inputs, over 
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from sklearn.datasets import load_sample_images
 
 import l0prune
 from benchmarks import zoo
+from benchmarks.runner import options, table
 from l0prune.errors import UsageError
 from l0prune.features.example_guess.guess import guess_example
 
@@ -116,7 +116,7 @@ def rows(only: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
                     yield f"{package} `{name}`, by {how}", run(package, name, how, Path(folder))
 
 
-def guesses(zoo_name: str) -> str:
+def guesses(zoo_name: str) -> tuple[str, ...]:
     """Return a row: of how many networks an example input is guessed, and of which not."""
     names, failed = zoo.names(zoo_name), []
     for name in names:
@@ -125,28 +125,27 @@ def guesses(zoo_name: str) -> str:
             guess_example(model)
         except UsageError:
             failed.append(f"`{name}`")
-    return f"| {zoo_name} | {len(names) - len(failed)} of {len(names)} | {', '.join(failed)} |"
+    return zoo_name, f"{len(names) - len(failed)} of {len(names)}", ", ".join(failed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=(), help="networks by name")
-    parser.add_argument("--guesses", nargs="+", choices=zoo.ZOOS, help="guess inputs alone")
-    given = parser.parse_args(arguments)
+    zoos = ([str], "guess inputs alone, of zoos")
+    given = options(
+        __doc__, arguments, threads=None, only=([str], "networks by name"), guesses=zoos
+    )
     if given.guesses:
-        print("| networks | input guessed | not of |\n|---|---|---|")
-        for name in given.guesses:
-            print(guesses(name), flush=True)
-        return
-    only = given.only
-    print("| network | example input | from | data | error of the ONNX file | three commands |")
-    print("|---|---|---|---|---|---|")
-    worked = total = 0
-    for name, row in rows(only):
-        print(f"| {' | '.join((name, *row.values()))} |", flush=True)
-        worked, total = worked + bool(row["took"]), total + 1
-    print(f"\n{worked} of {total}")
+        return table("networks | input guessed | not of", map(guesses, given.guesses))
+    found: list[tuple[str, ...]] = []
+
+    def cells() -> Iterator[tuple[str, ...]]:
+        for name, row in rows(given.only):
+            found.append((name, *row.values()))
+            yield found[-1]
+
+    head = "network | example input | from | data | error of the ONNX file | three commands"
+    table(head, cells())
+    print(f"\n{sum(bool(row[-1]) for row in found)} of {len(found)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from itertools import islice
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,14 @@ from torch import nn
 
 import l0prune
 from benchmarks.budgets import part
-from benchmarks.isolation import parser_of
-from l0prune.data.dataset import WHOLE
-from l0prune.exporting.opened import OnnxFile
+from benchmarks.eight_bits import error_of
+from benchmarks.runner import One, options, table
 from l0prune.plan.measures import measure_of
-from l0prune.running.batches import test_batches
-from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
 from recipes.vision import lenet5
 
 BATCH = 100
 DATA = {"lenet5": "mnist", "vgg7": "cifar10"}
-AUGMENTED = ("vgg7",)
 
 
 def vgg7(maps: int = 128) -> nn.Module:
@@ -50,11 +47,8 @@ def vgg7(maps: int = 128) -> nn.Module:
     inputs = 3
     for outputs in (maps, 2 * maps, 4 * maps):
         for _ in range(2):
-            layers += [
-                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(),
-            ]
+            layers.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False))
+            layers += [nn.BatchNorm2d(outputs), nn.ReLU()]
             inputs = outputs
         layers.append(nn.MaxPool2d(2))
     layers += [nn.Flatten(), nn.Linear(16 * inputs, 8 * maps), nn.ReLU(), nn.Linear(8 * maps, 10)]
@@ -69,54 +63,48 @@ def learned(model: nn.Module, task: Task, budget: float, settings: dict[str, Any
     return gated.to("cpu").eval(), history.last
 
 
-def row(gated: nn.Module, task: Task, last: dict[str, Any], dense: float, tested: int) -> str:
-    """Export a network, and write its row of the table, with its file on some test images."""
+def row(
+    gated: nn.Module, task: Task, last: dict[str, Any], dense: float, tested: int
+) -> tuple[str, ...]:
+    """Export a network, and return its row of the table, with its file on some test images."""
     gates = l0prune.gates(gated)
     bops = measure_of(gates.plan, "bops")
     small = l0prune.export(gated)
     images = next(iter(task.test.batches(100)))[0]
     with tempfile.TemporaryDirectory() as folder:
         small.save_onnx(Path(folder) / "model.onnx", int8=images, time=False)
-        file = OnnxFile(Path(folder) / "model.int8.onnx")
-        cpu = torch.device("cpu")
-        in_file = evaluate_batches(
-            file, islice(test_batches(task, BATCH, cpu, WHOLE), tested // BATCH), task, cpu
-        )
+        in_file = error_of(Path(folder) / "model.int8.onnx", task, tested // BATCH)
     open_ = gates.open().cpu()
     widths = "-".join(str(int(axis.open.sum())) for axis in gates.axes if axis.kind != "bits")
     bits = ", ".join(f"{w}/{x}" for w, x in small.ranges.by_layer.values())
-    return (
-        f"| {bops.actual(open_) / bops.dense():.3%} | {dense:.2%} | {last['error']:.2%} | "
-        f"{in_file['error']:.2%} | {widths} | {bits} |"
-    )
+    errors = (f"{error:.2%}" for error in (dense, last["error"], in_file))
+    return f"{bops.actual(open_) / bops.dense():.3%}", *errors, widths, bits
 
 
-def main() -> None:
-    """Print a table, a row for each budget and seed."""
-    parser = parser_of(__doc__ or "")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.003])
-    parser.add_argument("--dense", type=int, default=5, help="epochs of the dense training")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--in-file", type=int, default=10_000, help="test images of a file")
-    parser.add_argument("--network", choices=list(DATA), default="lenet5")
-    parser.add_argument("--maps", type=int, default=128, help="of the first layer of vgg7")
-    parser.add_argument("--examples", type=int, help="of the training data; default all")
-    given = parser.parse_args()
+def rows(given: Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each budget and seed."""
     data = l0prune.load_data(DATA[given.network], os.environ.get("L0PRUNE_DATA"))
     task = Task.of(data if given.examples is None else part(data, given.examples))
-    print("| BOPs | dense, error | error | error of the file | slots | bits, weights/inputs |")
-    print("|---" * 6 + "|")
     for seed in given.seeds:
         torch.manual_seed(seed)
         model = lenet5() if given.network == "lenet5" else vgg7(given.maps)
         settings: dict[str, Any] = {"batch_size": BATCH, "seed": seed, "report": False}
-        settings["augment"] = given.network in AUGMENTED
+        settings["augment"] = given.network == "vgg7"
         dense = l0prune.train_dense(model, task, epochs=given.dense, **settings).last["error"]
         settings["epochs"] = given.epochs
         for budget in given.budgets:
             gated, last = learned(model, task, budget, settings)
-            print(row(gated, task, last, dense, given.in_file), flush=True)
+            yield row(gated, task, last, dense, given.in_file)
+
+
+def main() -> None:
+    given = options(
+        __doc__, threads=None, network=One(DATA), budgets=[0.003], epochs=30, seeds=[0],
+        dense=(5, "epochs of the dense training"), in_file=(10_000, "test images of a file"),
+        maps=(128, "of the first layer of vgg7"), examples=(int, "of the data; default all"),
+    )  # fmt: skip
+    head = "BOPs | dense, error | error | error of the file | slots | bits, weights/inputs"
+    table(head, rows(given))
 
 
 if __name__ == "__main__":

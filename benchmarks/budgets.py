@@ -23,7 +23,8 @@ from torch import nn
 from torchvision.models import DenseNet, MobileNetV2, VisionTransformer
 
 import l0prune
-from benchmarks.isolation import ROOT, append, parser_of
+from benchmarks.isolation import ROOT, append
+from benchmarks.runner import Some, options
 from l0prune.data import Data, Tensors
 from l0prune.files.consent import RECIPES
 
@@ -36,15 +37,8 @@ def _recipe(name: str) -> nn.Module:
 
 
 def _vit() -> nn.Module:
-    return VisionTransformer(
-        image_size=32,
-        patch_size=4,
-        num_layers=4,
-        num_heads=4,
-        hidden_dim=64,
-        mlp_dim=128,
-        num_classes=10,
-    )
+    """Four blocks of width 64 over 64 patches."""
+    return VisionTransformer(32, 4, 4, 4, 64, 128, num_classes=10)
 
 
 def _densenet() -> nn.Module:
@@ -75,16 +69,12 @@ def measure(
     for budget in budgets:
         start = time.perf_counter()
         model = l0prune.gate(copy.deepcopy(dense), (data.train.example(2),))
-        settings = {"epochs": epochs} if epochs != 10 else {}
-        last = l0prune.finetune(
-            model, data, budget=budget, seed=seed, progress=False, **settings
-        ).last
+        settings: dict[str, Any] = {"seed": seed, "progress": False}
+        settings |= {"epochs": epochs} if epochs != 10 else {}
+        last = l0prune.finetune(model, data, budget=budget, **settings).last
         exported = l0prune.export(model)
         unit, _, share = budget.partition("=")
-        after, before = {
-            "params": (exported.params, exported.params_before),
-            "macs": (exported.macs, exported.macs_before),
-        }[unit]
+        after, before = (getattr(exported, name) for name in (unit, f"{unit}_before"))
         yield {
             "network": name,
             "budget": budget,
@@ -110,16 +100,11 @@ def part(data: Data, examples: int) -> Data:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
-    parser.add_argument("--budgets", nargs="+", default=BUDGETS)
-    parser.add_argument("--examples", type=int, default=2000, help="of the training data")
-    parser.add_argument("--epochs", type=int, default=10, help="of each fine-tuning; the default")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.networks:
-        for row in measure(name, options.budgets, options.examples, options.epochs, options.seed):
+    given = options(
+        __doc__, networks=Some(NETWORKS), budgets=[*BUDGETS], examples=2000, epochs=10, seed=0
+    )
+    for name in given.networks:
+        for row in measure(name, given.budgets, given.examples, given.epochs, given.seed):
             print(json.dumps(row), flush=True)
             append(ROOT / "runs" / "budgets.jsonl", row)
 

@@ -59,6 +59,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +67,13 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
 from benchmarks.budgets import part
-from benchmarks.curves import seconds
-from benchmarks.isolation import ROOT, Row, append, parser_of, rows
+from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.runner import CHECKPOINTS, One, Some, arguments, published, table
 from benchmarks.ways import ADAM, ALL_WAYS, SGD, WAYS, Job, macs
 from l0prune.data import Data
-from l0prune.files.consent import RECIPES
+from l0prune.training.history import NAME
 
 RUNS = ROOT / "runs"
-CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
 NETWORKS = (*CHECKPOINTS, "vit")
 # What makes a row: those that agree in all of these are the same measurement.
 KEY = (
@@ -90,34 +90,36 @@ def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
 
 def figures(model: nn.Module, cut: nn.Module, job: Job) -> Row:
     """Of a network and what was made of it."""
-    example = job.example()
-    before = l0prune.evaluate(model, job.data, device=job.device)["error"]
-    after = l0prune.evaluate(cut, job.data, device=job.device)["error"]
+    both = model, cut
+    whole, left = (macs(each, job.example()) for each in both)
+    before, after = (l0prune.evaluate(e, job.data, device=job.device)["error"] for e in both)
+    size, small = (sum(p.numel() for p in each.parameters()) for each in both)
     return {
-        "macs": macs(cut, example),
-        "macs_share": round(macs(cut, example) / macs(model, example), 4),
-        "params": sum(p.numel() for p in cut.parameters()),
-        "params_before": sum(p.numel() for p in model.parameters()),
+        "macs": left,
+        "macs_share": round(left / whole, 4),
+        "params": small,
+        "params_before": size,
         "dense_error": round(before, 4),
         "error": round(after, 4),
         "seconds": round(seconds(job.folder), 1),
     }
 
 
+def seconds(folder: Path) -> float:
+    """How long all training in a run's folder took, over all of its phases."""
+    lines = (line for path in folder.rglob(NAME) for line in path.open(encoding="utf-8"))
+    return sum(json.loads(line)["seconds"] for line in lines)
+
+
 def vit() -> nn.Module:
     """A small ViT: eight blocks of width 64 over 64 patches."""
-    return VisionTransformer(
-        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=64, mlp_dim=256,
-        num_classes=10,
-    )  # fmt: skip
+    return VisionTransformer(32, 4, 8, 4, 64, 256, num_classes=10)
 
 
 def start(network: str, epochs: int, job: Job) -> nn.Module:
     """The network that all ways start from: published or new, trained on this data, and kept."""
     if network in CHECKPOINTS:
-        source = f"{RECIPES / 'vision.py'}:{network}"
-        weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
-        model = l0prune.load_model(source, str(weights))
+        model = published(network)
         project(model)
     else:
         torch.manual_seed(job.seed)
@@ -157,24 +159,14 @@ def project(model: nn.Module) -> None:
                 layer[index] = Projected(block)
 
 
-def table(found: Iterable[Row]) -> str:
-    """Markdown, the rows in the order of network and budget."""
-    lines = [
-        "| network | way | seed | training, dense epochs | MACs | params | error | to dense | s |"
-    ]
-    lines.append("|---" * 9 + "|")
-    for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["way"])):
-        lines.append(
-            f"| {row['network']} | {row['way']} | {row['seed']} | {row['training']:.1f} "
-            f"| {row['macs_share']:.1%} | {row['params']:,} of {row['params_before']:,} "
-            f"| {row['error']:.2%} | {row['error'] - row['dense_error']:+.2%} "
-            f"| {row['seconds']:,.0f} |"
-        )
-    return "\n".join(lines)
+def cells(row: Row, share: str = "macs_share") -> tuple[str, ...]:
+    """Cells of a row: what it is about, and what it was brought to."""
+    about = row["network"], row["way"], row["seed"], f"{row['training']:.1f}"
+    return *about, f"{row[share]:.1%}", f"{row['params']:,} of {row['params_before']:,}"
 
 
-def means(found: Iterable[Row], share: str = "macs_share") -> str:
-    """Markdown: means over seeds with their standard deviations; empty if there is one seed.
+def print_means(found: Iterable[Row], share: str = "macs_share") -> None:
+    """Print means over seeds with their standard deviations, if there are several seeds.
 
     Args:
         found: the rows.
@@ -183,55 +175,50 @@ def means(found: Iterable[Row], share: str = "macs_share") -> str:
     groups: dict[tuple[str, float, str], list[Row]] = defaultdict(list)
     for row in found:
         groups[row["network"], -row["budget"], row["way"]].append(row)
-    lines = [
-        f"| network | way | seeds | training, dense epochs | {share} | error |",
-        "|---" * 6 + "|",
-    ]
+    made = []
     for (network, _, way), alike in sorted(groups.items()):
         if len(alike) > 1:
-            errors = [row["error"] for row in alike]
-            lines.append(
-                f"| {network} | {way} | {', '.join(str(row['seed']) for row in alike)} "
-                f"| {mean(row['training'] for row in alike):.1f} "
-                f"| {mean(row[share] for row in alike):.1%} "
-                f"| {mean(errors):.2%} ± {stdev(errors):.2%} |"
-            )
-    return "\n".join(lines) if len(lines) > 2 else ""
+            errors, seeds = [row["error"] for row in alike], [str(row["seed"]) for row in alike]
+            shown = f"{mean(row[share] for row in alike):.1%}"
+            epochs = f"{mean(row['training'] for row in alike):.1f}"
+            error = f"{mean(errors):.2%} ± {stdev(errors):.2%}"
+            made.append((network, way, ", ".join(seeds), epochs, shown, error))
+    if made:
+        print()
+        table(f"network | way | seeds | training, dense epochs | {share} | error", made)
 
 
 def main() -> None:
-    parser = arguments(str(__doc__), ALL_WAYS, list(WAYS), RUNS / "cifar")
-    parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
-    parser.add_argument(
-        "--training-macs", type=float, help="of a way, in epochs of the dense network, for --epochs"
-    )
-    options = checked(parser)
-    found = run(options, options.macs, measure)
-    print(table(found), means(found), sep="\n\n")
+    ways = Some(ALL_WAYS, WAYS)
+    budgets = {
+        "macs": ([0.47, 0.39], "to be left"),
+        "training_macs": (float, "of a way, in epochs of the dense network, for --epochs"),
+    }
+    given = checked(__doc__, ways, RUNS / "cifar", **budgets)
+    found = run(given, given.macs, measure)
+    table(
+        "network | way | seed | training, dense epochs | MACs | params | error | to dense | s",
+        (
+            (*cells(row), f"{row['error']:.2%}", f"{row['error'] - row['dense_error']:+.2%}",
+             f"{row['seconds']:,.0f}")
+            for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["way"]))
+        ),
+    )  # fmt: skip
+    print_means(found)
 
 
-def arguments(
-    about: str, ways: Iterable[str], default: list[str], out: Path
-) -> argparse.ArgumentParser:
-    """Those of all comparisons on CIFAR-10."""
-    parser = parser_of(about)
-    parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
-    parser.add_argument("--ways", nargs="+", choices=list(ways), default=default)
-    parser.add_argument("--epochs", type=int, default=40, help="of a way, over all of its phases")
-    parser.add_argument("--gate-epochs", type=int, help="of these with gates; default half")
-    parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
-    parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
-    parser.add_argument("--rate", type=float, help="of the weights, in the place of the usual one")
-    parser.add_argument("--distill", type=float, help="part of the loss that the dense one gives")
-    parser.add_argument("--autocast", choices=["bf16", "fp16"])
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one after another")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=out, help="rows go beside it")
-    return parser
-
-
-def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, if they make sense here."""
+def checked(about: str | None, ways: Some, out: Path, **more: Any) -> argparse.Namespace:
+    """The options of all comparisons on CIFAR-10, if they make sense here."""
+    parser = arguments(
+        about, network=One(NETWORKS), ways=ways, out=(out, "rows go beside it"), device="auto",
+        epochs=(40, "of a way, over all of its phases"),
+        gate_epochs=(int, "of these with gates; default half"),
+        dense_epochs=(20, "of what all ways start from"),
+        examples=(50_000, "of the training data"),
+        rate=(float, "of the weights, in the place of the usual one"),
+        distill=(float, "part of the loss that the dense one gives"),
+        autocast=(str, "bf16 or fp16"), seed=([0], "one after another"), **more,
+    )  # fmt: skip
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs must be 2 or more: sparsity learning has two phases")
@@ -265,11 +252,8 @@ def run(
 ) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
     data = part(l0prune.load_data("cifar10"), options.examples)
-    found: list[Row] = []
-    for seed in options.seed:
-        of_seed = argparse.Namespace(**vars(options) | {"seed": seed})
-        found += _of_seed(of_seed, data, shares, measure)
-    return found
+    of_seeds = (argparse.Namespace(**vars(options) | {"seed": seed}) for seed in options.seed)
+    return [row for each in of_seeds for row in _of_seed(each, data, shares, measure)]
 
 
 def _of_seed(
@@ -281,25 +265,17 @@ def _of_seed(
     """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
     of_ways = ("epochs", "training_macs", "gate_epochs", "rate", "distill")
-    names = [
-        str(value) for key, value in common.items() if key not in of_ways and value is not None
-    ]
-    home = options.out / "-".join(names)
+    given = {key: str(value) for key, value in common.items() if value is not None}
+    home = options.out / "-".join(text for key, text in given.items() if key not in of_ways)
     home.mkdir(parents=True, exist_ok=True)
     path = options.out.with_suffix(".jsonl")
     known = {tuple(map(row.get, KEY)): row for row in rows(path, KEY)}
     usual = SGD if options.network in CHECKPOINTS else ADAM
     job = Job(
-        data=data,
-        epochs=options.epochs,
-        seed=options.seed,
-        device=options.device,
-        autocast=options.autocast,
-        optimizer=usual if options.rate is None else usual | {"lr": options.rate},
-        training_macs=common["training_macs"],
-        gate_epochs=options.gate_epochs,
-        folder=home,
-    )
+        **{name: getattr(options, name) for name in ("epochs", "seed", "device", "autocast")},
+        data=data, optimizer=usual if options.rate is None else usual | {"lr": options.rate},
+        training_macs=common["training_macs"], gate_epochs=options.gate_epochs, folder=home,
+    )  # fmt: skip
     # Its own rate is the same for all that start from it.
     first = replace(job, optimizer=usual, training_macs=None)
     model = start(options.network, options.dense_epochs, first)
@@ -312,7 +288,7 @@ def _of_seed(
             made = common | {"way": way, "budget": budget}
             key = tuple(made[name] for name in KEY)
             if key not in known:
-                asked = [str(common[key]) for key in of_ways if common[key] is not None]
+                asked = (given[key] for key in of_ways if key in given)
                 folder = home / "-".join((way, str(budget), *asked))
                 row = made | measure(way, model, share, replace(job, folder=folder))
                 packages = ("torch", "torch-pruning") if _is_theirs(way) else ("torch",)

@@ -36,7 +36,8 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import ROOT, Row, append, parser_of, rows
+from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.runner import Some, options, table
 from benchmarks.step import seconds, stepper
 from l0prune.data import Tensors
 from l0prune.training.compaction import Compaction
@@ -109,17 +110,9 @@ def gated(
 ) -> Row:
     """The run under a budget."""
     began = time.process_time()
-    history = l0prune.finetune(
-        model,
-        data,
-        epochs=epochs,
-        batch_size=batch,
-        budget=f"macs={budget}",
-        compact=compact,  # type: ignore[arg-type]
-        ema=0.0,
-        recalibrate=0,
-        progress=False,
-    )
+    how: Row = {"ema": 0.0, "recalibrate": 0, "progress": False, "compact": compact}
+    how |= {"epochs": epochs, "batch_size": batch, "budget": f"macs={budget}"}
+    history = l0prune.finetune(model, data, **how)
     taken = time.process_time() - began
     return {"seconds": taken, "training_macs": history.last["training_macs"]}
 
@@ -145,7 +138,7 @@ def memory(model: nn.Module, data: Tensors, batch: int) -> float:
 def last_step(small: nn.Module, dense: nn.Module, data: Tensors, batch: int) -> float:
     """CPU seconds of a step of the first as a share of the other's."""
     inputs, targets = data.inputs[:batch], data.targets[:batch]
-    both = [stepper(model.train(), inputs, targets, "plain") for model in (small, dense)]
+    both = [stepper(model.train(), inputs, targets, None) for model in (small, dense)]
     turns = [[seconds(step) for step in both] for _ in range(12)]
     mine, its = map(median, zip(*turns, strict=True))
     return mine / its
@@ -169,81 +162,48 @@ def steps(name: str, gates: str, modes: list[str], epochs: int) -> Iterator[Row]
             row["memory"] = memory(model, data, batch) / whole
             row["last_step"] = last_step(model, make(), data, batch)
             small.end()
-            yield {
-                "network": name,
-                "gates": gates,
-                "budget": budget,
-                "compact": mode,
-                "epochs": epochs,
-                "dense": dense,
-                "ratio": row["seconds"] / dense,
-                **row,
-            }
+            key = dict(zip(KEY, (name, gates, budget, mode, epochs), strict=True))
+            yield {**key, "dense": dense, "ratio": row["seconds"] / dense, **row}
 
 
-def errors(modes: list[str], seeds: int) -> str:
+def errors(modes: list[str], seeds: int) -> Iterator[tuple[object, ...]]:
     """Test errors of a small network on the digits of scikit-learn, cut early, late and never."""
     data = l0prune.load_data("digits")
-    lines = [
-        "| budget | compact | error: mean | of each seed | training MACs |",
-        "|---|---|---|---|---|",
-    ]
-    for budget in BUDGETS:
-        for mode in modes:
-            found, work = [], []
-            for seed in range(seeds):
-                torch.manual_seed(seed)
-                model = digits_lenet()
-                train_dense(model, data, epochs=30, seed=seed, progress=False)
-                l0prune.gate(model, torch.zeros(2, 1, 8, 8))
-                history = l0prune.finetune(
-                    model,
-                    data,
-                    epochs=60,
-                    seed=seed,
-                    budget=f"macs={budget}",
-                    compact=mode,  # type: ignore[arg-type]
-                    progress=False,
-                )
-                found.append(100 * history.last["error"])
-                work.append(history.last["training_macs"])
-            each = ", ".join(f"{error:.2f}" for error in found)
-            mean, share = sum(found) / seeds, sum(work) / seeds
-            lines.append(f"| {budget} | {mode} | {mean:.2f} % | {each} | {share:.2f} |")
-    return "\n".join(lines)
-
-
-def table() -> str:
-    """All rows, in markdown."""
-    columns = (*KEY, *NUMBERS.values())
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in rows(PATH, KEY):
-        found = (f"{row.get(name, nan):.2f}" for name in NUMBERS)
-        lines.append(f"| {' | '.join([*(str(row[name]) for name in KEY), *found])} |")
-    return "\n".join(lines)
+    for budget, mode in product(BUDGETS, modes):
+        found, work = [], []
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            model = digits_lenet()
+            how: Row = {"seed": seed, "progress": False}
+            train_dense(model, data, epochs=30, **how)
+            l0prune.gate(model, torch.zeros(2, 1, 8, 8))
+            how |= {"epochs": 60, "budget": f"macs={budget}", "compact": mode}
+            last = l0prune.finetune(model, data, **how).last
+            found.append(100 * last["error"])
+            work.append(last["training_macs"])
+        each = ", ".join(f"{error:.2f}" for error in found)
+        yield budget, mode, f"{sum(found) / seeds:.2f} %", each, f"{sum(work) / seeds:.2f}"
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--compact", nargs="+", default=["auto", "never"])
-    parser.add_argument("--gates", nargs="+", choices=GATES, default=["widths"])
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--errors", type=int, default=0, metavar="SEEDS")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.errors:
-        print(errors(options.compact, options.errors))
-        return
-    if not options.table:
-        for name, gates in product(options.networks, options.gates):
-            known = {tuple(map(row.get, KEY)) for row in rows(PATH, KEY)}
-            last, epochs = BUDGETS[-1], options.epochs
-            left = [m for m in options.compact if (name, gates, last, m, epochs) not in known]
-            for row in steps(name, gates, left, epochs) if left else ():
-                append(PATH, row)
-    print(table())
+    given = options(
+        __doc__, networks=Some(NETWORKS), compact=["auto", "never"], epochs=10, table=False,
+        gates=Some(GATES, ["widths"]), errors=(0, "seeds"),
+    )  # fmt: skip
+    if given.errors:
+        head = "budget | compact | error: mean | of each seed | training MACs"
+        return table(head, errors(given.compact, given.errors))
+    for name, gates in product(given.networks, given.gates) if not given.table else ():
+        known = {tuple(map(row.get, KEY)) for row in rows(PATH, KEY)}
+        last, epochs = BUDGETS[-1], given.epochs
+        left = [m for m in given.compact if (name, gates, last, m, epochs) not in known]
+        for row in steps(name, gates, left, epochs) if left else ():
+            append(PATH, row)
+    found = rows(PATH, KEY)
+    table(
+        " | ".join((*KEY, *NUMBERS.values())),
+        ([*map(row.get, KEY), *(f"{row.get(each, nan):.2f}" for each in NUMBERS)] for row in found),
+    )
 
 
 if __name__ == "__main__":

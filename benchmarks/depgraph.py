@@ -47,18 +47,12 @@ def pruner(
 
     model.eval()
     normalised = {"normalizer": "max"} if sparse else {}
+    importance = tp.importance.GroupMagnitudeImportance(p=2, **normalised)
     return tp.pruner.GroupNormPruner(
-        model,
-        example,
-        importance=tp.importance.GroupMagnitudeImportance(p=2, **normalised),
-        reg=REG,
-        global_pruning=not uniform,
-        pruning_ratio=1.0,
-        max_pruning_ratio=1.0,
-        iterative_steps=STEPS,
-        ignored_layers=[classifier],
-        round_to=round_to,
-    )
+        model, example, importance=importance, reg=REG, global_pruning=not uniform,
+        pruning_ratio=1.0, max_pruning_ratio=1.0, iterative_steps=STEPS,
+        ignored_layers=[classifier], round_to=round_to,
+    )  # fmt: skip
 
 
 def sparse_sgd(pruner: Any, model: nn.Module, lr: float) -> Callable[[list[dict]], SGD]:

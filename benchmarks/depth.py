@@ -9,29 +9,24 @@ random: nothing is learned here. 1.0 means that time goes as MACs do.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import onnxruntime
 import torch
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
+from benchmarks.runner import Some, machine, options, table
 from recipes.vision import resnet56
 
 
 def vit() -> nn.Module:
-    """A small ViT for 32×32 images."""
-    return VisionTransformer(
-        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=192, mlp_dim=768,
-        num_classes=10,
-    )  # fmt: skip
+    """Eight blocks of width 192 over 64 patches."""
+    return VisionTransformer(32, 4, 8, 4, 192, 768, num_classes=10)
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -46,11 +41,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "inception_v3": (partial(models.inception_v3, init_weights=False), 299),
 }
 """How each is made, and the side of its images."""
-
-
-def example(side: int) -> Tensor:
-    """Two images."""
-    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def by_depth(model: nn.Module, share: float) -> None:
@@ -81,40 +71,29 @@ WAYS: dict[str, tuple[dict, Callable[[nn.Module, float], None]]] = {
 }
 
 
-def measure(name: str, way: str, share: float) -> dict[str, float]:
+def measure(name: str, way: str, share: float) -> tuple[str, ...]:
     """MACs left, milliseconds before and after, and how the two compare."""
     torch.manual_seed(0)
     gates, close = WAYS[way]
     make, side = NETWORKS[name]
-    model = l0prune.gate(make().eval(), example(side), **gates)
+    example = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    model = l0prune.gate(make().eval(), example, **gates)
     close(model, share)
     small = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
         small.save_onnx(Path(folder) / "model.onnx")
     assert small.times is not None
-    before, after = small.times.before, small.times.after
-    left = small.macs / small.macs_before
-    return {"macs": left, "before": before, "after": after, "of_ideal": before / after * left}
+    before, after, left = small.times.before, small.times.after, small.macs / small.macs_before
+    numbers = before, after, before / after, before / after * left
+    return name, way, f"{left:.1%}", *(f"{number:.2f}" for number in numbers)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--share", type=float, default=0.5, help="of the MACs that is left")
-    options = parser.parse_args()
-    where = f"ONNX Runtime {onnxruntime.__version__}, one thread, batch 1"
-    print(f"torch {torch.__version__}, {where}, {platform.processor() or platform.machine()}\n")
-    print("| network | cut | MACs left | dense ms | small ms | speed-up | of the ideal |")
-    print("|---|---|---|---|---|---|---|")
-    for name in options.networks:
-        for way in options.ways:
-            row = measure(name, way, options.share)
-            print(
-                f"| {name} | {way} | {row['macs']:.1%} | {row['before']:.2f} | {row['after']:.2f} "
-                f"| {row['before'] / row['after']:.2f} | {row['of_ideal']:.2f} |",
-                flush=True,
-            )
+    share = (0.5, "of the MACs that is left")
+    given = options(__doc__, threads=None, networks=Some(NETWORKS), ways=Some(WAYS), share=share)
+    print(f"{machine()}; timed on one, batch 1\n")
+    rows = (measure(name, way, given.share) for name in given.networks for way in given.ways)
+    table("network | cut | MACs left | dense ms | small ms | speed-up | of the ideal", rows)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ mAP is of the test images, with ultralytics' own suppression, matching and ``ap_
 from __future__ import annotations
 
 import copy
-import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -33,7 +32,8 @@ from torch.utils.data import DataLoader
 
 import l0prune
 from benchmarks import depgraph, today
-from benchmarks.isolation import parser_of
+from benchmarks.isolation import Late, within
+from benchmarks.runner import Some, options, table
 from benchmarks.ways import macs
 
 SHARE, LIMIT = 0.5, 120
@@ -128,19 +128,11 @@ def scored(how: str, model: Any, example: Tensor, loader: DataLoader, loss: Any,
 
 def grouped(model: Any, example: Tensor, *_: Any) -> None:
     """By Torch-Pruning, which does not see what is frozen."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not cut after {LIMIT} s of the CPU")
-
     model.requires_grad_(True)
     count = partial(macs, example=example)
-    signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
-    try:
+    with within(LIMIT):
         pruner = depgraph.pruner(model, example, model.model[-1], uniform=True)
         depgraph.shrink(pruner, model, count, SHARE * count(model))
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     model.model[-1].dfl.requires_grad_(False)  # as it was
 
 
@@ -155,15 +147,11 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Print a table, a row for each way."""
-    parser = parser_of(__doc__ or "")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--epochs", type=int, default=6, help="of each way")
-    parser.add_argument("--dense-epochs", type=int, default=12, help="of the network before")
-    parser.add_argument("--images", type=int, default=400, help="for training; a quarter to test")
-    parser.add_argument("--size", type=int, default=96, help="of an image, a multiple of 32")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
+    given = options(
+        __doc__, ways=Some(WAYS), epochs=(6, "of each way"), seed=0,
+        dense_epochs=(12, "of the network before"), size=(96, "of an image, a multiple of 32"),
+        images=(400, "for training; a quarter to test"),
+    )  # fmt: skip
     torch.manual_seed(given.seed)
     random = torch.Generator().manual_seed(given.seed)
     pictures: Any = [picture(given.size, random) for _ in range(given.images * 5 // 4)]
@@ -177,27 +165,27 @@ def main() -> None:
     def loss(outputs: Any, targets: Any) -> Tensor:
         return criterion(outputs, targets)[0].sum() / BATCH
 
-    def row(name: str, way: str, model: Any, epochs: int) -> None:
+    def row(name: str, way: str, model: Any, epochs: int) -> tuple[object, ...]:
         torch.manual_seed(given.seed)
         start = time.process_time()
         try:
             pruner = WAYS[way](model, example, loader, loss, epochs * len(loader))
-        except Exception as error:  # what a tool says is its row
-            said = f"{type(error).__name__}: {str(error)[:200]}"
-            print(f"| `{name}` | {said} |" + " |" * 5, flush=True)
-            return
+        except (Exception, Late) as error:  # what a tool says is its row
+            return f"`{name}`", f"{type(error).__name__}: {str(error)[:200]}", *[""] * 5
         train(model, loader, loss, epochs, pruner)
         if way not in ("dense", "torch-pruning"):
             model = l0prune.export(model).module
         seconds, (half, mean) = time.process_time() - start, mean_ap(model, test)
         share, size = macs(model, example) / whole, sum(p.numel() for p in model.parameters())
-        print(f"| `{name}` | {epochs} | {share:.1%} | {size:,} ", end="")
-        print(f"| {half:.3f} | {mean:.3f} | {seconds:.0f} |", flush=True)
+        numbers = f"{half:.3f}", f"{mean:.3f}", f"{seconds:.0f}"
+        return f"`{name}`", epochs, f"{share:.1%}", f"{size:,}", *numbers
 
-    print("| | epochs | MACs | parameters | mAP50 | mAP50-95 | CPU s |\n" + "|---" * 7 + "|")
-    row("before", "dense", base, given.dense_epochs)
-    for way in given.ways:
-        row(way, way, copy.deepcopy(base), given.epochs)
+    def rows() -> Iterator[tuple[object, ...]]:
+        yield row("before", "dense", base, given.dense_epochs)
+        for way in given.ways:
+            yield row(way, way, copy.deepcopy(base), given.epochs)
+
+    table(" | epochs | MACs | parameters | mAP50 | mAP50-95 | CPU s", rows())
 
 
 if __name__ == "__main__":

@@ -37,9 +37,10 @@ The fifth prints what files in 16 bits differ by (``Export.half``) on the certif
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -47,20 +48,26 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import parser_of
+from benchmarks.faster import save
+from benchmarks.runner import machine, options, published, table
 from l0prune.capture.threads import muted
 from l0prune.data import Data, Tensors
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.onnx import collect
+from l0prune.exporting.opened import OnnxFile
 from l0prune.features.int8.calibration import divided
 from l0prune.features.int8.quantizer import Feed, Quantizer, in_int8
 from l0prune.features.int8.search import Comparison, Search
 from l0prune.features.latency.network_files import Exporter, Network
-from l0prune.files.consent import RECIPES
 from l0prune.plan.measures import measure_of
+from l0prune.running.batches import test_batches
+from l0prune.running.evaluate import evaluate_batches
+from l0prune.running.task import Task
 
 NETWORKS = ("resnet20", "resnet20-half", "resnet50", "mobilenet_v2", "efficientnet_b0")
 TURNS = 30
+Cells = list[str]
 
 
 def smooth_noise(count: int, size: int) -> Tensor:
@@ -72,8 +79,7 @@ def smooth_noise(count: int, size: int) -> Tensor:
 
 def resnet20() -> nn.Module:
     """The published network on CIFAR-10, in eval mode."""
-    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / "resnet20-12fca82f.th"
-    return l0prune.load_model(f"{RECIPES / 'vision.py'}:resnet20", str(weights)).eval()
+    return published("resnet20").eval()
 
 
 def built(name: str, size: int, inputs: int = 16) -> tuple[nn.Module, Tensor]:
@@ -100,20 +106,6 @@ def built(name: str, size: int, inputs: int = 16) -> tuple[nn.Module, Tensor]:
     return model.eval(), images
 
 
-def write(model: nn.Module, images: Tensor, path: Path) -> None:
-    """Write the network in float32."""
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(
-        model,
-        (images[:2],),
-        str(path),
-        dynamo=True,
-        dynamic_shapes=({0: batch},),
-        external_data=False,
-        verbose=False,
-    )
-
-
 class Reader:
     """Inputs as ONNX Runtime's quantizer reads them."""
 
@@ -131,12 +123,19 @@ def by_default(path: Path, feeds: Sequence[Feed], to: Path) -> None:
     quantize_static(str(path), str(to), Reader(feeds))
 
 
-def row(name: str, size: int, inputs: int, folder: Path) -> str:
-    """A line of the table."""
+def error_of(path: Path, task: Task, batches: int | None = None) -> float:
+    """Share of the test images that a file tells wrong, of all or of some batches of 100."""
+    cpu = torch.device("cpu")
+    images = islice(test_batches(task, 100, cpu, WHOLE), batches)
+    return evaluate_batches(OnnxFile(path), images, task, cpu)["error"]
+
+
+def row(name: str, size: int, inputs: int, folder: Path) -> Cells:
+    """A row of the table."""
     paths = {key: folder / f"{key}.onnx" for key in ("float32", "default", "plain", "ours")}
     model, images = built(name, size, 2 * inputs)
     with muted():
-        write(model, images, paths["float32"])
+        save(model, (images[:2],), str(paths["float32"]))
     given = collect.Network(paths["float32"], 1, collect.CPU)
     (first,) = given.session.get_inputs()
     feeds = [{first.name: part.numpy()} for part in images.split(4)]
@@ -162,24 +161,22 @@ def row(name: str, size: int, inputs: int, folder: Path) -> str:
         cells += [f"{ms[key]:.3g}", f"{error:.2%}", f"{share:.0%}"]
     cells.insert(-2, f"{without:.2%}")
     kept = ", ".join(search.kept) or "–"
-    cells += [f"{ms['float32'] / ms['ours']:.2f}", search.method, kept]
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{ms['float32'] / ms['ours']:.2f}", search.method, kept]
 
 
-def predicted(name: str, size: int, samples: int) -> str:
+def predicted(name: str, size: int, samples: int) -> Cells:
     """How well a table of int8 times predicts networks that it has not seen."""
     model, images = built(name, size)
     l0prune.gate(model, images[:2])
-    table = l0prune.measure(model, runtime="onnxruntime-int8", samples=samples)
-    quality, blocks = table.quality, table.of(l0prune.gates(model).plan).blocks()
+    found = l0prune.measure(model, runtime="onnxruntime-int8", samples=samples)
+    quality, blocks = found.quality, found.of(l0prune.gates(model).plan).blocks()
     most = max(set(blocks), key=blocks.count)
-    cells = [name, f"{table.dense:.3g}", str(quality.networks), f"{quality.median:.1%}"]
-    return f"| {' | '.join([*cells, f'{quality.worst:.1%}', f'{quality.noise:.1%}', str(most)])} |"
+    errors = (f"{error:.1%}" for error in (quality.median, quality.worst, quality.noise))
+    return [name, f"{found.dense:.3g}", str(quality.networks), *errors, str(most)]
 
 
-def trained(share: float, examples: int, epochs: int) -> list[str]:
-    """Two lines of the table: the same widths, trained without and with the knowledge."""
-    lines = []
+def trained(share: float, examples: int, epochs: int) -> Iterator[Cells]:
+    """Two rows of the table: the same widths, trained without and with the knowledge."""
     for quantize in (None, "int8"):
         model, images = built("resnet20", 32)
         source = l0prune.load_data("cifar10")
@@ -199,13 +196,11 @@ def trained(share: float, examples: int, epochs: int) -> list[str]:
         assert made.int8 is not None
         (off,), (float32, int8) = made.int8.errors.values(), made.int8.metrics["error"]
         cells = [f"{share:.0%}", quantize or "plain", f"{float32:.2%}", f"{int8:.2%}", f"{off:.1%}"]
-        times = made.int8.times
-        lines.append(f"| {' | '.join([*cells, f'{1 / times.share:.2f}', made.int8.method])} |")
-    return lines
+        yield [*cells, f"{1 / made.int8.times.share:.2f}", made.int8.method]
 
 
-def cut(name: str, size: int, share: float, samples: int) -> str:
-    """A line of the table: cut by times in eight bits, and by those in float32 to the same MACs."""
+def cut(name: str, size: int, share: float, samples: int) -> Cells:
+    """A row of the table: cut by times in eight bits, and by those in float32 to the same MACs."""
     model, images = built(name, size)
     l0prune.gate(model, images[:2], branches=False)
     gates, scores = l0prune.gates(model), l0prune.score(model, "group-magnitude")
@@ -227,15 +222,14 @@ def cut(name: str, size: int, share: float, samples: int) -> str:
     try:
         kept = fitted(f"latency={share * ms['dense'] / ms['in int8']:.5g}", "onnxruntime-int8")
     except UsageError as error:
-        return f"| {name} | {ms['dense']:.3g} | {share:g}: {first_line(error)} |"
+        return [name, f"{ms['dense']:.3g}", f"{share:g}: {first_line(error)}"]
     made["ours"] = exporters["int8"].network_of(gates.open())
     rival = fitted(f"macs={kept:.6f}", "onnxruntime")
     made["rival"] = exporters["int8"].network_of(gates.open())
     ms = timed(made)
     cells = [name, f"{ms['dense']:.3g}", f"{share:g}", f"{ms['ours']:.3g}"]
     cells += [f"{ms['ours'] / ms['dense'] / share:.3f}", f"{kept:.1%}"]
-    cells += [f"{ms['rival']:.3g}", f"{rival:.1%}", f"{ms['rival'] / ms['ours']:.2f}"]
-    return f"| {' | '.join(cells)} |"
+    return [*cells, f"{ms['rival']:.3g}", f"{rival:.1%}", f"{ms['rival'] / ms['ours']:.2f}"]
 
 
 def timed(made: Mapping[str, Network]) -> dict[str, float]:
@@ -261,11 +255,11 @@ def by_turns(networks: Mapping[str, collect.Network], inputs: Feed) -> dict[str,
     return {key: collect.typical(first) * collect.share(each, first) for key, each in times.items()}
 
 
-def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> list[str]:
-    """Lines of the table, one for each dtype."""
+def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> Iterator[Cells]:
+    """Rows of the table, one for each dtype."""
     model, images = built(name, size)
     l0prune.gate(model, images[:2], branches=False)
-    dense, lines = l0prune.export(model, verify="float32"), []
+    dense = l0prune.export(model, verify="float32")
     for dtype in dtypes:
         dense.save_onnx(folder / "model.onnx", dtype=dtype)
         found = dense.half
@@ -273,57 +267,36 @@ def in_16_bits(name: str, size: int, dtypes: Sequence[str], folder: Path) -> lis
         (error,), (same,) = found.errors.values(), found.agreement.values()
         time = "–" if found.times is None else f"{1 / found.times.share:.2f}"
         share = found.bytes[0] / found.bytes[1]
-        lines.append(f"| {name} | {dtype} | {error:.2%} | {same:.0%} | {share:.0%} | {time} |")
-    return lines
+        yield [name, dtype, f"{error:.2%}", f"{same:.0%}", f"{share:.0%}", time]
+
+
+def chosen(given: Namespace, folder: Path) -> tuple[str, Iterator[Cells]]:
+    """The head and the rows of the table that is asked for."""
+    names, size = given.networks, given.size
+    if given.train:
+        rows = (row for x in given.train for row in trained(x, given.examples, given.epochs))
+        return "MACs | training | float32, error | int8, error | off | × | by", rows
+    if given.cut:
+        rows = (cut(name, size, share, given.samples) for name in names for share in given.cut)
+        return " | float32, ms | budget | ours, ms | measured | MACs | rival, ms | MACs | ×", rows
+    if given.half:
+        rows = (row for name in names for row in in_16_bits(name, size, given.half, folder))
+        return " | dtype | off | same | bytes | ×", rows
+    if given.predict:
+        rows = (predicted(name, size, given.samples) for name in given.predict)
+        return " | dense, ms | networks | median | worst | noise | block", rows
+    ours = "float32, ms | default, ms | off | same | ours, ms | without | off | same | × | by"
+    return f" | {ours} | in float32", (row(name, size, given.inputs, folder) for name in names)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS)
-    parser.add_argument("--predict", nargs="+", default=())
-    parser.add_argument("--train", nargs="+", type=float, default=())
-    parser.add_argument("--cut", nargs="+", type=float, default=())
-    parser.add_argument("--half", nargs="+", default=())
-    parser.add_argument("--examples", type=int, default=5000)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--inputs", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=48)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"onnxruntime {collect.version()}, {collect.processor()}, one thread, batch 1")
-    if options.train:
-        print("| MACs | training | float32, error | int8, error | off | × | by |\n|" + "---|" * 7)
-        for share in options.train:
-            print("\n".join(trained(share, options.examples, options.epochs)), flush=True)
-        return
-    if options.cut:
-        print("| | float32, ms | budget | ours, ms | measured | MACs | rival, ms | MACs | × |")
-        print("|" + "---|" * 9)
-        for name in options.networks:
-            for share in options.cut:
-                print(cut(name, options.size, share, options.samples), flush=True)
-        return
-    if options.half:
-        print("| | dtype | off | same | bytes | × |\n|" + "---|" * 6)
-        for name in options.networks:
-            with tempfile.TemporaryDirectory() as folder:
-                lines = in_16_bits(name, options.size, options.half, Path(folder))
-                print("\n".join(lines), flush=True)
-        return
-    if options.predict:
-        print("| | dense, ms | networks | median | worst | noise | block |\n|" + "---|" * 7)
-        for name in options.predict:
-            print(predicted(name, options.size, options.samples), flush=True)
-        return
-    print(
-        "| | float32, ms | default, ms | off | same | ours, ms | without | off | same | × | by | "
-        "in float32 |"
-    )
-    print("|" + "---|" * 12)
-    for name in options.networks:
-        with tempfile.TemporaryDirectory() as folder:
-            print(row(name, options.size, options.inputs, Path(folder)), flush=True)
+    given = options(
+        __doc__, networks=[*NETWORKS], predict=[str], train=[float], cut=[float], half=[str],
+        examples=5000, epochs=2, size=224, inputs=64, samples=48,
+    )  # fmt: skip
+    print(f"{machine()}, batch 1")
+    with tempfile.TemporaryDirectory() as name:
+        table(*chosen(given, Path(name)))
 
 
 if __name__ == "__main__":

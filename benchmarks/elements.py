@@ -11,8 +11,8 @@ the export, whose slots without weights are gone.
 
 from __future__ import annotations
 
-import argparse
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 import l0prune
 from benchmarks.isolation import ROOT
+from benchmarks.runner import Some, options, table
 from l0prune.files.model_sources import load_model
 
 # Network: weights, those that global sparse momentum left, and its error.
@@ -42,8 +43,23 @@ def trained(name: str, data: Any, folder: Path, epochs: int) -> nn.Module:
     return model
 
 
-def row(name: str, penalty: str, dense: nn.Module, data: Any, settings: dict[str, Any]) -> str:
-    """Fine-tune a copy, and return a line of the table."""
+def rows(given: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the dense network and each penalty."""
+    data = l0prune.load_data("mnist")
+    settings = {name: getattr(given, name) for name in ("epochs", "ramp", "lr", "distill")}
+    if given.weight_decay is not None:
+        settings["weight_decay"] = given.weight_decay
+    for name in given.networks:
+        dense = trained(name, data, given.out, given.dense_epochs)
+        yield name, "none", "", f"{l0prune.evaluate(dense, data)['error']:.2%}", "", ""
+        for penalty in given.penalties:
+            yield row(name, penalty, dense, data, settings)
+
+
+def row(
+    name: str, penalty: str, dense: nn.Module, data: Any, settings: dict[str, Any]
+) -> tuple[str, ...]:
+    """Fine-tune a copy, and return a row of the table."""
     total, left, published = PUBLISHED[name]
     model = copy.deepcopy(dense)
     l0prune.gate(model, (data.train.example(2),))
@@ -52,37 +68,18 @@ def row(name: str, penalty: str, dense: nn.Module, data: Any, settings: dict[str
     history = l0prune.finetune(model, data, report=False, **given)
     small = l0prune.export(model)
     wrong = l0prune.evaluate(small.module, data)["error"]
-    nonzero = history.last["nonzero"]
-    kept = f"{nonzero:,} of {total:,}"
-    return f"| {name} | {penalty} | {kept} | {wrong:.2%} | {small.params:,} | {published} |"
+    kept = f"{history.last['nonzero']:,} of {total:,}"
+    return name, penalty, kept, f"{wrong:.2%}", f"{small.params:,}", published
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--networks", nargs="+", default=[*PUBLISHED], choices=[*PUBLISHED])
-    parser.add_argument("--penalties", nargs="+", default=["gsm"])
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--dense-epochs", type=int, default=4)
-    parser.add_argument("--ramp", type=float, default=0.6)
-    parser.add_argument("--lr", type=float, default=0.03, help="of the weights")
-    parser.add_argument("--weight-decay", type=float, help="of gsm; by default for these steps")
-    parser.add_argument("--distill", type=float, default=0.0)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "elements")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    data = l0prune.load_data("mnist")
-    settings = {name: getattr(options, name) for name in ("epochs", "ramp", "lr", "distill")}
-    if options.weight_decay is not None:
-        settings["weight_decay"] = options.weight_decay
-    print("| network | penalty | weights not zero | error | params | error of the paper |")
-    print("|---" * 6 + "|")
-    for name in options.networks:
-        dense = trained(name, data, options.out, options.dense_epochs)
-        print(f"| {name} | none | | {l0prune.evaluate(dense, data)['error']:.2%} | | |", flush=True)
-        for penalty in options.penalties:
-            print(row(name, penalty, dense, data, settings), flush=True)
+    given = options(
+        __doc__, networks=Some(PUBLISHED), penalties=["gsm"], epochs=30, dense_epochs=4, ramp=0.6,
+        lr=(0.03, "of the weights"), weight_decay=(float, "of gsm; by default for these steps"),
+        distill=0.0, out=ROOT / "runs" / "elements",
+    )  # fmt: skip
+    head = "network | penalty | weights not zero | error | params | error of the paper"
+    table(head, rows(given))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ epochs, of which the first is left out.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
+from itertools import product, starmap
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
+from benchmarks.runner import Some, machine, options, table
 from l0prune.data import Data, Tensors
 from l0prune.training.phases import watched
 from l0prune.training.run import train_dense
@@ -31,15 +32,9 @@ from recipes.vision import lenet5, resnet20
 
 BATCH, CLASSES, LR = 100, 10, 1e-3
 PLAIN: dict[str, Any] = {
-    "batch_size": BATCH,
-    "lr": LR,
-    "optimizer": "adam",
-    "schedule": "constant",
-    "ema": 0.0,
-    "recalibrate": 0,
-    "device": "cpu",
-    "progress": False,
-}
+    "batch_size": BATCH, "lr": LR, "optimizer": "adam", "schedule": "constant", "ema": 0.0,
+    "recalibrate": 0, "device": "cpu", "progress": False,
+}  # fmt: skip
 GATES: dict[str, Any] = {"lam": "0.1/N", "warmup": 0, "settle": 0, "compact": "never"}
 
 # By name: the model, the shape of a picture, pictures to train on and to test on.
@@ -183,20 +178,18 @@ def measured(network: str, source: str, gated: bool, epochs: int) -> tuple[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--epochs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} threads, batch {BATCH}, fused Adam")
-    print(f"{'network':12}{'source':8}{'bare s':>8}{'dense':>8}{'finetune':>10}")
-    for network in options.networks:
-        for source in options.sources:
-            bare, dense = measured(network, source, False, options.epochs)
-            _, gated = measured(network, source, True, options.epochs)
-            print(f"{network:12}{source:8}{bare:8.2f}{dense:8.3f}{gated:10.3f}", flush=True)
+    given = options(
+        __doc__, threads=(1, None), networks=Some(NETWORKS), sources=Some(SOURCES), epochs=7
+    )
+    print(f"{machine()}, batch {BATCH}, fused Adam")
+
+    def row(network: str, source: str) -> tuple[str, ...]:
+        bare, dense = measured(network, source, False, given.epochs)
+        _, gated = measured(network, source, True, given.epochs)
+        return network, source, f"{bare:.2f}", f"{dense:.3f}", f"{gated:.3f}"
+
+    rows = starmap(row, product(given.networks, given.sources))
+    table("network | source | bare, s | dense | finetune", rows)
 
 
 if __name__ == "__main__":

@@ -37,16 +37,13 @@ from torch import nn
 
 import l0prune
 from benchmarks.budgets import part
-from benchmarks.eight_bits import by_turns, resnet20
-from benchmarks.isolation import ROOT, parser_of
+from benchmarks.eight_bits import by_turns, error_of, resnet20
+from benchmarks.isolation import ROOT
+from benchmarks.runner import machine, options, table
 from benchmarks.ways import BATCH, SGD
 from l0prune.data import Data
-from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.opened import OnnxFile
-from l0prune.running.batches import test_batches
-from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
 
 DENSE, LEARNED, SHALLOWER = "dense", "learned", "shallower"
@@ -67,11 +64,9 @@ class Ways:
         self._model, self._images = resnet20(), data.train.example(2)
         self._files: dict[str, l0prune.Export] = {}
         gated = self._gated()
+        kept = ROOT / "runs" / "equal_int8" / str(options.samples)
         self._table = l0prune.measure(
-            gated,
-            runtime="onnxruntime-int8",
-            samples=options.samples,
-            folder=ROOT / "runs" / "equal_int8" / str(options.samples),
+            gated, runtime="onnxruntime-int8", samples=options.samples, folder=kept
         )
         self._write(DENSE, gated)
 
@@ -83,13 +78,13 @@ class Ways:
             f"{quality.worst:.1%} (worst) of {quality.networks} networks"
         )
 
-    def row(self, way: str) -> str:
-        """Train one way; return its line of the table."""
+    def row(self, way: str) -> list[str]:
+        """Train one way; return its row of the table."""
         gated, begin = self._gated(), time.perf_counter()
         try:
             budget = self._trained(way, gated)
         except UsageError as error:
-            return f"| {way} | {first_line(error)} |"
+            return [way, first_line(error)]
         seconds = time.perf_counter() - begin
         if way != DENSE:
             self._write(way, gated)
@@ -97,14 +92,9 @@ class Ways:
         assert made.int8 is not None
         ms, share = self._time(way)
         cells = [way, budget, f"{ms:.3f}", f"{share:.1%}", f"{made.macs / made.macs_before:.1%}"]
-        cells += [f"{self._error(f'{way}{end}'):.2%}" for end in (".onnx", ".int8.onnx")]
-        return f"| {' | '.join([*cells, made.int8.method, f'{seconds:.0f}'])} |"
-
-    def _error(self, name: str) -> float:
-        """Share of the test images that a file tells wrong."""
-        task, cpu = Task.of(self._data), torch.device("cpu")
-        batches = test_batches(task, 100, cpu, WHOLE)
-        return evaluate_batches(OnnxFile(self._folder / name), batches, task, cpu)["error"]
+        task, files = Task.of(self._data), [f"{way}.onnx", f"{way}.int8.onnx"]
+        cells += [f"{error_of(self._folder / file, task):.2%}" for file in files]
+        return [*cells, made.int8.method, f"{seconds:.0f}"]
 
     def _trained(self, way: str, gated: nn.Module) -> str:
         """Train a network in one way; return the budget that the way was given."""
@@ -129,10 +119,9 @@ class Ways:
         return budget
 
     def _finetune(self, gated: nn.Module, **how: Any) -> None:
-        common = {"batch_size": BATCH, "augment": True, "progress": False}
-        common["device"] = self._options.device
-        drawn = {"epochs": self._options.epochs, "seed": self._options.seed, "report": False}
-        l0prune.finetune(gated, self._data, **SGD, **common, **drawn, **how)
+        how |= {"batch_size": BATCH, "augment": True, "progress": False, "report": False}
+        how |= {name: getattr(self._options, name) for name in ("epochs", "seed", "device")}
+        l0prune.finetune(gated, self._data, **SGD, **how)
 
     def _close_branches(self, gated: nn.Module, share: float) -> None:
         """Close as few branches as the table of times asks for, evenly spread."""
@@ -166,26 +155,17 @@ class Ways:
 
 
 def main() -> None:
-    parser = parser_of(__doc__ or "")
-    parser.add_argument("--latency", type=float, default=0.85, help="of the dense int8 file's")
-    parser.add_argument("--examples", type=int, default=5000, help="of the training data")
-    parser.add_argument("--epochs", type=int, default=2, help="of each way")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="that trains; times are the CPU's")
-    parser.add_argument("--samples", type=int, default=24, help="networks of the table of times")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"onnxruntime {collect.version()}, {collect.processor()}, one thread, batch 1")
+    given = options(
+        __doc__, latency=(0.85, "of the dense int8 file's"), examples=5000, epochs=2, seed=0,
+        device=("auto", "that trains; times are the CPU's"), samples=24,
+    )  # fmt: skip
+    print(f"{machine()}, batch 1")
     with tempfile.TemporaryDirectory() as folder:
-        data = part(l0prune.load_data("cifar10"), options.examples)
-        ways = Ways(data, options, Path(folder))
+        data = part(l0prune.load_data("cifar10"), given.examples)
+        ways = Ways(data, given, Path(folder))
         print(ways.table(), end="\n\n")
-        print(
-            "| way | budget | int8, ms | of dense | MACs | float32, error | int8, error | by | s |"
-        )
-        print("|" + "---|" * 9, flush=True)
-        for way in (DENSE, LEARNED, THEN_QUANTIZED, MACS, SHALLOWER):
-            print(ways.row(way), flush=True)
+        head = "way | budget | int8, ms | of dense | MACs | float32, error | int8, error | by | s"
+        table(head, map(ways.row, (DENSE, LEARNED, THEN_QUANTIZED, MACS, SHALLOWER)))
 
 
 if __name__ == "__main__":

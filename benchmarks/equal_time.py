@@ -29,7 +29,7 @@ Rows are JSON lines in ``runs/equal_time.jsonl``. The files stay in the folders 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks import cifar, depgraph
 from benchmarks.isolation import Row, append
+from benchmarks.runner import Some, table
 from benchmarks.ways import Cut, Job, branches_of, classifier, macs, trained, with_gates
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
@@ -231,31 +232,21 @@ def timed_again(row: Row, path: Path) -> Row:
     return made
 
 
-def table(found: Iterable[Row]) -> str:
-    """Markdown."""
-    lines = [
-        "| network | way | seed | training, dense epochs | time | MACs | params | error | s |",
-        "|---" * 9 + "|",
-    ]
-    for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["error"])):
-        lines.append(
-            f"| {row['network']} | {row['way']} | {row['seed']} | {row['training']:.1f} "
-            f"| {row['time_share']:.1%} | {row['macs_share']:.1%} "
-            f"| {row['params']:,} of {row['params_before']:,} | {row['error']:.2%} "
-            f"| {row['seconds']:,.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = cifar.arguments(str(__doc__), WAYS, list(WAYS), cifar.RUNS / "equal_time")
-    parser.add_argument("--time", nargs="+", type=float, default=[0.5], help="to be left")
-    parser.add_argument("--again", action="store_true", help="time the files of rows once more")
-    options = cifar.checked(parser)
-    found = cifar.run(options, options.time, measure)
-    if options.again:
-        found = [timed_again(row, options.out.with_suffix(".jsonl")) for row in found]
-    print(table(found), cifar.means(found, "time_share"), sep="\n\n")
+    more = {"time": ([0.5], "to be left"), "again": (False, "time the files of rows once more")}
+    given = cifar.checked(__doc__, Some(WAYS), cifar.RUNS / "equal_time", **more)
+    found = cifar.run(given, given.time, measure)
+    if given.again:
+        found = [timed_again(row, given.out.with_suffix(".jsonl")) for row in found]
+    table(
+        "network | way | seed | training, dense epochs | time | params | MACs | error | s",
+        (
+            (*cifar.cells(row, "time_share"), f"{row['macs_share']:.1%}", f"{row['error']:.2%}",
+             f"{row['seconds']:,.0f}")
+            for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["error"]))
+        ),
+    )  # fmt: skip
+    cifar.print_means(found, "time_share")
 
 
 if __name__ == "__main__":

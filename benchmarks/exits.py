@@ -15,10 +15,9 @@ through the first exit over that of a file of the network up to there and its he
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from torch import nn
 
 import l0prune
 from benchmarks.budgets import part
-from benchmarks.cifar import CHECKPOINTS
+from benchmarks.runner import options, published, table
 from l0prune.capture.example_inputs import first_rows
 from l0prune.data import Data, Tensors
 from l0prune.exporting.onnx import collect
@@ -38,7 +37,6 @@ from l0prune.exporting.onnx.file import to_onnx
 from l0prune.exporting.slicing.program import reexport
 from l0prune.features.exits.file import forced_to
 from l0prune.files.consent import RECIPES
-from l0prune.files.model_sources import load_model
 
 SETTINGS: dict[str, Any] = {
     "schedule": "cosine", "ema": 0.99, "report": False, "progress": False,
@@ -73,10 +71,7 @@ def divided(data: Data) -> tuple[Data, Tensors]:
 def network(name: str, data: Data, exits: int, settings: dict[str, Any]) -> nn.Module:
     """Return a trained network, with exits where some are asked for."""
     torch.manual_seed(0)
-    weights = None
-    if name in CHECKPOINTS:
-        weights = str(Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[name])
-    model: nn.Module = load_model(f"{RECIPES / 'vision.py'}:{name}", weights)
+    model = published(name)
     if exits:
         model = l0prune.add_exits(model, (data.train.example(2),), at=exits)
     l0prune.train_dense(model, data, lr=2e-3, **settings)
@@ -116,26 +111,24 @@ def ms_of_ways(early: l0prune.EarlyExits, file: Path, example: torch.Tensor) -> 
     return ms(files, example, str(exits))
 
 
-def overheads(names: list[str], exits: int) -> Iterator[str]:
-    """Yield a table of what the ``If`` costs in networks that have not learned."""
-    yield "| network | ms of each way | ms of the first exit alone | overhead |"
-    yield "|---" * 4 + "|"
+def overheads(names: list[str], exits: int) -> Iterator[tuple[str, ...]]:
+    """Yield rows of what the ``If`` costs in networks that have not learned."""
     for name in names:
         torch.manual_seed(0)
         x = torch.randn(8, 3, 32, 32)
-        model = load_model(f"{RECIPES / 'vision.py'}:{name}")
+        model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}")
         model = l0prune.gate(l0prune.add_exits(model, (x,), at=exits), (x,))
         held_out = Tensors(x, torch.arange(8))
         early = l0prune.choose_exits(l0prune.export(model), held_out, tolerance=0.5)
         with tempfile.TemporaryDirectory() as folder:
             times = ms_of_ways(early, early.save_onnx(Path(folder) / "early.onnx"), x[:1])
         ways = " / ".join(f"{times[str(n)]:.3f}" for n in range(exits + 1))
-        yield f"| {name} | {ways} | {times['alone']:.3f} | {times['0'] / times['alone']:.3f} |"
+        yield name, ways, f"{times['alone']:.3f}", f"{times['0'] / times['alone']:.3f}"
 
 
 def of_exits(
     dense: l0prune.Export, held_out: Tensors, data: Data, tolerances: list[float], folder: Path
-) -> Iterator[str]:
+) -> Iterator[tuple[str, ...]]:
     """Yield rows: each tolerance, and what the ``If`` costs."""
     example = data.test.example(1)
     test = data.test
@@ -153,18 +146,15 @@ def of_exits(
         mean = sum(share * times[str(number)] for number, share in enumerate(shares))
         ways = " / ".join(f"{times[str(n)]:.4f}" for n in range(exits + 1))
         left = " / ".join(f"{share:.0%}" for share in shares)
-        yield (
-            f"| exits, tolerance {tolerance:.1%} | {dense.macs:,} | {left} | {ways} | {mean:.4f} | "
-            f"{wrong:.2%} | {times['0'] / times['alone']:.3f} |"
-        )
+        way, overhead = f"exits, tolerance {tolerance:.1%}", times["0"] / times["alone"]
+        numbers = f"{mean:.4f}", f"{wrong:.2%}", f"{overhead:.3f}"
+        yield way, f"{dense.macs:,}", left, ways, *numbers
 
 
-def rows(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the table."""
+def rows(options: Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
     data = l0prune.load_data(options.data)
     data, held_out = divided(data if options.examples is None else part(data, options.examples))
-    yield "| way | MACs | leave at | ms of each way | expected ms | error | overhead |"
-    yield "|---" * 7 + "|"
     settings = {name: getattr(options, name) for name in ("epochs", "batch_size", "augment")}
     settings |= SETTINGS
     for exits in (0, options.exits):
@@ -179,29 +169,21 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
                 (file,) = dense.save_onnx(folder / "cut.onnx", time=False)
                 time = ms({"cut": file}, data.test.example(1), "cut")["cut"]
                 wrong = l0prune.evaluate(dense.module, data)["error"]
-                yield f"| cut alone | {dense.macs:,} | | | {time:.4f} | {wrong:.2%} | |"
+                yield "cut alone", f"{dense.macs:,}", "", "", f"{time:.4f}", f"{wrong:.2%}", ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--network", default="digits_resnet", help="a function of vision.py")
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--exits", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--examples", type=int, help="of the training data, and of the test data")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--augment", action="store_true")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.12])
-    parser.add_argument("--tolerances", type=float, nargs="+", default=[0.003, 0.01])
-    parser.add_argument("--threads", type=int, default=1, help="of training; times are of one")
-    parser.add_argument("--overhead", nargs="+", default=[], metavar="NETWORK")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    lines = overheads(options.overhead, options.exits) if options.overhead else rows(options)
-    for line in lines:
-        print(line, flush=True)
+    given = options(
+        __doc__, threads=(1, "of training; times are of one"), data="digits", exits=2, epochs=10,
+        network=("digits_resnet", "a function of vision.py"), batch_size=32, augment=False,
+        examples=(int, "of the training data, and of the test data"), budgets=[0.5, 0.25, 0.12],
+        tolerances=[0.003, 0.01], overhead=([str], "networks"),
+    )  # fmt: skip
+    if given.overhead:
+        head = "network | ms of each way | ms of the first exit alone | overhead"
+        return table(head, overheads(given.overhead, given.exits))
+    head = "way | MACs | leave at | ms of each way | expected ms | error | overhead"
+    table(head, rows(given))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import parser_of
 from benchmarks.language import documents, perplexity
+from benchmarks.runner import options, table
 from l0prune.features.experts.choosing import OUTPUT, SCORES
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -52,19 +52,17 @@ def built(family: str, tokens: int = 256) -> nn.Module:
     return model
 
 
-def print_exact() -> None:
-    """Print a row for each family."""
+def exact() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each family."""
     torch.manual_seed(0)
     ids = torch.randint(256, (16, 32))
-    print("| family | experts | stored | meet one input | difference | seconds |")
-    print("|---|---|---|---|---|---|")
     for family in FAMILIES:
         model, start = built(family), time.perf_counter()
         found = l0prune.shrink_experts(model, ids, 6)
         seconds = time.perf_counter() - start
         stored = f"{found.params_before:,} → {found.params:,}"
         active = f"{found.active_before:,} → {found.active:,}"
-        print(f"| {family} | 8 → 6 | {stored} | {active} | {found.error:.1e} | {seconds:.1f} |")
+        yield family, "8 → 6", stored, active, f"{found.error:.1e}", f"{seconds:.1f}"
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -119,19 +117,19 @@ def print_learned(given: argparse.Namespace) -> None:
             for score, small in ways(model, train[:64], experts):
                 found.setdefault((experts, score), []).append(perplexity(small, test))
     print(f"\n{given.seeds} runs of {given.steps} steps; 8 experts: perplexity {mean(dense):.2f}")
-    print("| experts | score | perplexity | by seed |\n|---|---|---|---|")
-    for (experts, score), values in found.items():
-        each = ", ".join(f"{value:.2f}" for value in values)
-        print(f"| {experts} | {score} | {mean(values):.2f} | {each} |", flush=True)
+    rows_of_all = (
+        (*key, f"{mean(values):.2f}", ", ".join(f"{value:.2f}" for value in values))
+        for key, values in found.items()
+    )
+    table("experts | score | perplexity | by seed", rows_of_all)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="of learning; 0 leaves that out")
-    parser.add_argument("--experts", type=int, nargs="+", default=[6, 4], help="that stay")
-    parser.add_argument("--seeds", type=int, default=3, help="models that learn")
-    given = parser.parse_args()
-    print_exact()
+    given = options(
+        __doc__, threads=None, steps=(600, "of learning; 0 leaves that out"),
+        experts=([6, 4], "that stay"), seeds=(3, "models that learn"),
+    )  # fmt: skip
+    table("family | experts | stored | meet one input | difference | seconds", exact())
     if given.steps:
         print_learned(given)
 

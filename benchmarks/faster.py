@@ -13,7 +13,6 @@ times as fast over 1 ÷ the share of the MACs that is left. Rows are JSON lines 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,13 +26,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
-from benchmarks.isolation import ROOT, Row, failure, measure, parser_of, rows, run
+from benchmarks.isolation import ROOT, Row, failure, measure, rows, run
+from benchmarks.runner import HIDDEN, Some, lines, options
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency.runtimes import runtime_of
 
 PATH = ROOT / "runs" / "faster.jsonl"
 SECONDS, TIMES, LIMIT = 1.0, 3, 1500
-NOISE = 1e-3  # exporters merge equal tensors, and those of a trained network differ
+NOISE = 1e-3
 SIDES = {
     "resnet18": 64, "resnet50": 224, "mobilenet_v2": 160, "mobilenet_v3_large": 160,
     "efficientnet_b0": 160, "regnet_y_400mf": 160, "densenet121": 128, "convnext_tiny": 128,
@@ -60,10 +60,22 @@ def build(name: str) -> Built:
 
         model = getattr(torchvision.models, name)(weights=None)
         example = (torch.randn(2, 3, SIDES[name], SIDES[name]),)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += NOISE * torch.randn_like(parameter)
-    return model.eval(), example
+    return roughened(model).eval(), example
+
+
+@torch.no_grad()
+def roughened(model: nn.Module) -> nn.Module:
+    """The model with noise on its parameters: exporters merge equal tensors, as of constants."""
+    for parameter in model.parameters():
+        parameter += NOISE * torch.randn_like(parameter)
+    return model
+
+
+def looks(own: Any, dense: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+    """The time over the dense network's: the median of a few looks, and how far they differ."""
+    turns = (collect.networks_turns(own, dense, inputs, SECONDS) for _ in range(TIMES))
+    shares = [collect.share(**each) for each in turns]
+    return statistics.median(shares), max(shares) / min(shares) - 1
 
 
 def steps(name: str, ways: list[str], target: str) -> Iterator[Row]:
@@ -106,15 +118,12 @@ class Clock:
         return {of.name: value for of, value in zip(file.graph.input, self._values, strict=True)}
 
     def times_as_fast(self, name: str) -> tuple[float, float]:
-        """Times as fast as the dense file: the median of a few turns, and how far they differ."""
+        """Times as fast as the dense file, and how far some looks at it differ."""
         paths = [self._folder / each for each in (name, "dense.onnx")]
         inputs = self._inputs(onnx.load(str(paths[0]), load_external_data=False))
-        own, dense = (self._runtime.load(path, 1, self._runtime.provider) for path in paths)
-        found = [
-            1 / collect.share(**collect.networks_turns(own, dense, inputs, SECONDS))
-            for _ in range(TIMES)
-        ]
-        return statistics.median(found), max(found) / min(found) - 1
+        both = (self._runtime.load(path, 1, self._runtime.provider) for path in paths)
+        share, spread = looks(*both, inputs)
+        return 1 / share, spread
 
 
 def macs_of(model: nn.Module, example: tuple) -> float:
@@ -172,27 +181,22 @@ def _torch_pruned(model: nn.Module, example: tuple, round_to: int | None) -> Non
     raise ValueError("it does not reach half of the MACs")
 
 
-def table() -> str:
+def tables() -> Iterator[str]:
     """The rows as a table for a page: times as fast, and over what the MACs promise."""
     found = rows(PATH, ("model", "target"))
-    lines = []
     for target in dict.fromkeys(row["target"] for row in found):
         mine = [row for row in found if row["target"] == target]
         ways = [way for way in WAYS if any(way in row for row in mine)]
-        lines += ["", f"{target}, {mine[0]['processor']}", "", f"| network | {' | '.join(ways)} |"]
-        lines.append("|---" * (len(ways) + 1) + "|")
-        for row in mine:
-            cells = (_cell(way, row.get(way, {"failed": "-"})) for way in ways)
-            lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+        yield f"\n{target}, {mine[0]['processor']}\n"
+        none = {"failed": "-"}
+        cells = ((row["model"], *(_cell(way, row.get(way, none)) for way in ways)) for row in mine)
+        yield from lines(" | ".join(["network", *ways]), cells)
         of_ways = {way: [_ratio(row[way]) for row in mine if "times" in row.get(way, {})]
                    for way in ways if way != "speed"}  # fmt: skip
         ends = (
-            f"{way}: {statistics.median(of):.2f}, {min(of):.2f}"
-            for way, of in of_ways.items()
-            if of
+            f"{w}: {statistics.median(of):.2f}, {min(of):.2f}" for w, of in of_ways.items() if of
         )
-        lines.append(f"times as fast ÷ (1 ÷ MACs), median and least: {'; '.join(ends)}")
-    return "\n".join(lines)
+        yield f"times as fast ÷ (1 ÷ MACs), median and least: {'; '.join(ends)}"
 
 
 def _ratio(row: Row) -> float:
@@ -207,22 +211,18 @@ def _cell(way: str, row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="+", default=list(SIDES))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--target", default="onnxruntime")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--table", action="store_true", help="print what there is, and no more")
-    options = parser.parse_args()
-    if options.one:
-        torch.set_num_threads(1)
-        name = options.one.partition(":")[2]
-        measure(name, steps(name, options.ways, options.target))
+    given = options(
+        __doc__, networks=list(SIDES), ways=Some(WAYS), target="onnxruntime", one=HIDDEN,
+        table=(False, "print what there is, and no more"),
+    )  # fmt: skip
+    if given.one:
+        name = given.one.partition(":")[2]
+        measure(name, steps(name, given.ways, given.target))
         return
-    if not options.table:
-        given = ["--target", options.target, "--ways", *options.ways]
-        run("benchmarks.faster", PATH, "faster", options.networks, LIMIT, _summary, given)
-    print(table())
+    if not given.table:
+        also = ["--target", given.target, "--ways", *given.ways]
+        run("benchmarks.faster", PATH, "faster", given.networks, LIMIT, _summary, also)
+    print("\n".join(tables()))
 
 
 def _summary(row: Row) -> str:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import signal
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.isolation import Late, within
 
 Shapes = dict[str, dict[int, str]]
-
-
-class _Late(BaseException):
-    """Not an Exception, which a capture would take for its own."""
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Late
 
 
 _IMAGE = {2: "height", 3: "width"}
@@ -54,17 +45,13 @@ def possible(
     torch.export may reason for hours about symbolic sides that are padded to whole windows.
     """
     shapes = askable(model, args, kwargs)
-    before = signal.signal(signal.SIGVTALRM, _stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
     try:
-        fixed = l0prune.survey(model, args, kwargs, dynamic_shapes=shapes, own_class=False).fixed
-    except _Late:
+        with within(limit):
+            survey = l0prune.survey(model, args, kwargs, dynamic_shapes=shapes, own_class=False)
+    except Late:
         return None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
     kept = {
-        name: {dim: what for dim, what in dims.items() if what not in fixed}
+        name: {dim: what for dim, what in dims.items() if what not in survey.fixed}
         for name, dims in shapes.items()
     }
     return {name: dims for name, dims in kept.items() if dims}

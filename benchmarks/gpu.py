@@ -1,6 +1,6 @@
 """All that only a GPU shows, in one run: steps, whole runs, compiling, exports, milliseconds.
 
-Rows run in the order of ``ORDER`` as long as the minutes last, each in a process of its own, and
+Rows run in the order of ``ROWS`` as long as the minutes last, each in a process of its own, and
 print a line of JSON each; what there was no time for is named. ``--tiny`` runs every row on small
 networks wherever it is, so that all of it can be tried on a CPU.
 
@@ -9,7 +9,6 @@ networks wherever it is, so that all of it can be tried on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -19,11 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,36 +32,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 import l0prune
+from benchmarks.isolation import ROOT
+from benchmarks.runner import Some, options
+from benchmarks.step import stepper as any_stepper
+from l0prune.exporting.onnx import collect
 from l0prune.features.latency.eager import Eager
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16
 Facts = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the table.
-
-    Attributes:
-        minutes: that it takes on a recent GPU, at most; it begins only while so many are left.
-    """
-
-    run: Callable[[bool], Iterator[Facts]]
-    minutes: float
-
-
-ROWS: dict[str, Row] = {}
-
-
-def row(minutes: float) -> Callable[[Callable[[bool], Iterator[Facts]]], None]:
-    """Register a row under the function's name."""
-
-    def put(run: Callable[[bool], Iterator[Facts]]) -> None:
-        ROWS[run.__name__] = Row(run, minutes)
-
-    return put
 
 
 def synchronize() -> None:
@@ -102,21 +80,14 @@ def images(count: int, size: int) -> tuple[Tensor, Tensor]:
 
 def stepper(model: nn.Module, data: tuple[Tensor, Tensor], *, compiled: str = "") -> Any:
     """A training step under autocast, with SGD; of a gated model with the penalty."""
-    is_gated = any("l0prune_gates" in name for name, _ in model.named_modules())
-    groups = l0prune.param_groups(model) if is_gated else model.parameters()
-    optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
-    forward = torch.compile(model, mode=compiled) if compiled else model
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast(DEVICE.type, DTYPE):
-            loss = nn.functional.cross_entropy(forward(data[0]), data[1])
-        if is_gated:
-            loss = loss + l0prune.penalty(model, 0.1 / 50_000)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return any_stepper(
+        model,
+        *data,
+        0.1 / 50_000,
+        make=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        context=partial(torch.autocast, DEVICE.type, DTYPE),
+        run=torch.compile(model, mode=compiled) if compiled else None,
+    )
 
 
 def milliseconds(step: Callable[[], None], repeats: int) -> float:
@@ -128,12 +99,11 @@ def milliseconds(step: Callable[[], None], repeats: int) -> float:
     return (time.perf_counter() - begin) / repeats * 1e3
 
 
-def side_by_side(
-    steps: dict[str, Callable[[], None]], *, rounds: int, repeats: int, warmup: int
-) -> dict[str, float]:
+def side_by_side(steps: dict[str, Callable[[], None]], tiny: bool) -> dict[str, float]:
     """Medians of rounds in which the steps alternate, ms."""
+    rounds, repeats = (1, 1) if tiny else (5, 10)
     for step in steps.values():
-        for _ in range(warmup):
+        for _ in range(3):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -142,22 +112,17 @@ def side_by_side(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-@row(minutes=1.0)
 def step(tiny: bool) -> Iterator[Facts]:
     """A gated step beside a plain one: eager, with gates that learn and that stand."""
-    for name, batch, size in (
-        ("resnet50", 128, 224),
-        ("resnet50", 32, 128),
-        ("vit_b_16", 128, 224),
-    ):
+    cases = ("resnet50", 128, 224), ("resnet50", 32, 128), ("vit_b_16", 128, 224)
+    for name, batch, size in cases:
         plain = image_model(name, tiny)
         data = images(2 if tiny else batch, 32 if tiny else size)
         gated, fixed = (l0prune.gate(copy.deepcopy(plain), (data[0][:2],)) for _ in range(2))
         l0prune.gates(fixed).fixed = True
         models = {"plain": plain, "gated": gated, "fixed": fixed}
         steps = {kind: stepper(model, data) for kind, model in models.items()}
-        rounds, repeats = (1, 1) if tiny else (5, 10)
-        times = side_by_side(steps, rounds=rounds, repeats=repeats, warmup=3)
+        times = side_by_side(steps, tiny)
         facts: Facts = {"model": name, "batch": batch, "size": size}
         facts |= {f"{kind}_ms": round(ms, 3) for kind, ms in times.items()}
         facts["gated/plain"] = round(times["gated"] / times["plain"], 4)
@@ -171,13 +136,11 @@ def step(tiny: bool) -> Iterator[Facts]:
         yield facts
 
 
-@row(minutes=1.5)
 def llama(tiny: bool) -> Iterator[Facts]:
     """A decoder of 1.1 billion random weights: gate, score, fit, export."""
     yield _cut_decoder(tiny, hidden=2048, inner=5632, layers=22, heads=32, groups=4)
 
 
-@row(minutes=1.5)
 def seven(tiny: bool) -> Iterator[Facts]:
     """The same of 6.7 billion, shaped like Llama 2."""
     yield _cut_decoder(tiny, hidden=4096, inner=11008, layers=32, heads=32, groups=32)
@@ -219,7 +182,6 @@ def _cut_decoder(tiny: bool, **sizes: int) -> Facts:
     return facts
 
 
-@row(minutes=2.0)
 def shrink(tiny: bool) -> Iterator[Facts]:
     """The decoder of 1.1 billion weights shrunk by ids alone: divided and compensated."""
     model = _decoder(tiny, hidden=2048, inner=5632, layers=22, heads=32, groups=4)
@@ -233,7 +195,6 @@ def shrink(tiny: bool) -> Iterator[Facts]:
     yield facts
 
 
-@row(minutes=2.0)
 def times(tiny: bool) -> Iterator[Facts]:
     """Milliseconds of inference: the host's part of them, and a budget in those of the device."""
     batch, size = (2, 32) if tiny else (64, 224)
@@ -259,38 +220,31 @@ def times(tiny: bool) -> Iterator[Facts]:
     yield facts
 
 
-@row(minutes=1.5)
 def run(tiny: bool) -> Iterator[Facts]:
     """A whole fine-tuning run under a budget beside dense training of as many steps."""
     batch, size = (4, 32) if tiny else (256, 160)  # as large that no step waits for the host
     count, epochs = (16, 3) if tiny else (batch * 50, 20)
     data = TensorDataset(*(each.cpu() for each in images(count, size)))
     loader = OnDevice(data, batch)
-    facts: Facts = {
-        "model": "resnet50",
-        "batch": batch,
-        "size": size,
-        "steps": loader.steps * epochs,
-    }
+    facts: Facts = {"model": "resnet50", "batch": batch, "size": size}
+    facts["steps"] = loader.steps * epochs
     dense = image_model("resnet50", tiny)
     plain = stepper(dense, next(iter(loader)))
     plain()
     with clock(facts, "dense"):
         for _ in range(loader.steps * epochs):
             plain()
-    options: Facts = {"epochs": epochs, "autocast": "bf16", "device": DEVICE.type}
-    for budget in ("macs=0.3",):
-        model = l0prune.gate(image_model("resnet50", tiny), (next(iter(loader))[0][:2],))
-        with clock(facts, budget):
-            l0prune.finetune(model, loader, budget=budget, channels_last=True, **options)
-        facts[f"{budget}/dense"] = round(facts[f"{budget}_s"] / facts["dense_s"], 3)
-        with clock(facts, f"export {budget}"):
-            dense_again = l0prune.export(model)
-        facts[f"{budget}_error"] = worst(dense_again)
-    yield facts
+    how: Facts = {"epochs": epochs, "autocast": "bf16", "device": DEVICE.type}
+    budget, (images_of_one, _) = "macs=0.3", next(iter(loader))
+    model = l0prune.gate(image_model("resnet50", tiny), (images_of_one[:2],))
+    with clock(facts, budget):
+        l0prune.finetune(model, loader, budget=budget, channels_last=True, **how)
+    facts[f"{budget}/dense"] = round(facts[f"{budget}_s"] / facts["dense_s"], 3)
+    with clock(facts, f"export {budget}"):
+        small = l0prune.export(model)
+    yield facts | {f"{budget}_error": worst(small)}
 
 
-@row(minutes=2.0)
 def speed(tiny: bool) -> Iterator[Facts]:
     """Twice as fast on the card in bfloat16, by one-shot scores: asked, and what was got."""
     batch, size = (2, 32) if tiny else (64, 224)
@@ -329,7 +283,6 @@ class OnDevice:
             yield tuple(each[at : at + self._batch] for each in self._data)
 
 
-@row(minutes=2.0)
 def compiled(tiny: bool) -> Iterator[Facts]:
     """A gated step beside a plain one, compiled; seconds that compiling takes."""
     modes = ("default",) if DEVICE.type == "cpu" else ("default", "reduce-overhead")
@@ -337,15 +290,14 @@ def compiled(tiny: bool) -> Iterator[Facts]:
         plain = image_model(name, tiny)
         data = images(2 if tiny else 128, 32 if tiny else 224)
         gated = l0prune.gate(copy.deepcopy(plain), (data[0][:2],))
-        steps = {
-            k: stepper(m, data, compiled=mode) for k, m in (("plain", plain), ("gated", gated))
-        }
+        models = {"plain": plain, "gated": gated}
+        steps = {kind: stepper(each, data, compiled=mode) for kind, each in models.items()}
         facts: Facts = {"model": name, "mode": mode}
         for kind, each in steps.items():
             with clock(facts, f"{kind}_first"):
                 each()
                 each()
-        times = side_by_side(steps, rounds=1 if tiny else 5, repeats=1 if tiny else 10, warmup=3)
+        times = side_by_side(steps, tiny)
         facts |= {f"{kind}_ms": round(ms, 3) for kind, ms in times.items()}
         facts["gated/plain"] = round(times["gated"] / times["plain"], 4)
         facts |= {f"{kind}_kernels": kernels_of(each) for kind, each in steps.items()}
@@ -362,10 +314,7 @@ def kernels_of(step: Callable[[], None]) -> Facts:
         synchronize()
     on_device = [each for each in found.key_averages() if each.self_device_time_total]
     on_device.sort(key=lambda each: -each.self_device_time_total)
-    rows = [
-        (each.key[:60], each.count, round(each.self_device_time_total / 1e3, 3))
-        for each in on_device
-    ]
+    rows = [(e.key[:60], e.count, round(e.self_device_time_total / 1e3, 3)) for e in on_device]
     return {
         "launches": sum(count for _, count, _ in rows),
         "ms": round(sum(ms for _, _, ms in rows), 3),
@@ -377,20 +326,18 @@ def kernels_of(step: Callable[[], None]) -> Facts:
 # Tests of what failed on a card once: a table on a GPU, equality to the bit, a resumed run,
 # penalties of a model that was moved, one operator for all products.
 ONCE_FAILED = (
-    "tests/timing/test_measure.py", "tests/timing/test_preferred.py",
+    "tests/features/latency/test_measure.py", "tests/features/latency/test_preferred.py",
     "tests/training/test_pruner.py", "tests/training/test_resume.py",
     "tests/training/test_penalty.py", "tests/training/test_finetune_device.py",
     "tests/gating/test_products.py", "tests/gating/test_compiled_products.py",
 )  # fmt: skip
 
 
-@row(minutes=1.5)
 def failed(tiny: bool) -> Iterator[Facts]:
     """The tests that failed on a card once."""
     yield from _tests(ONCE_FAILED[-1:] if tiny else ONCE_FAILED)
 
 
-@row(minutes=2.5)
 def suite(tiny: bool) -> Iterator[Facts]:
     """The test suite where a GPU is."""
     yield from _tests(["tests/gating/test_multiplying.py"] if tiny else ["tests"])
@@ -434,7 +381,6 @@ def one_cycle(done: float) -> float:
     return done / 0.2 if done < 0.2 else (1 - done) / 0.8
 
 
-@row(minutes=4.0)
 def wide(tiny: bool) -> Iterator[Facts]:
     """The paper's Table 2 in few epochs: Wide ResNet 28-10 with dropout, and with gates.
 
@@ -486,11 +432,15 @@ def wide(tiny: bool) -> Iterator[Facts]:
         yield facts
 
 
-# The order in which rows run: what no card has shown yet comes first.
-ORDER = (
-    *("compiled", "failed", "run", "speed", "llama", "shrink", "wide"),
-    *("step", "times", "seven", "suite"),
-)
+ROWS: dict[Callable[[bool], Iterator[Facts]], float] = {
+    compiled: 2.0, failed: 1.5, run: 1.5, speed: 2.0, llama: 1.5, shrink: 2.0, wide: 4.0, step: 1.0,
+    times: 2.0, seven: 1.5, suite: 2.5,
+}  # fmt: skip
+"""Minutes that a row takes on a recent GPU, at most; it begins only while so many are left.
+
+What no card has shown yet comes first.
+"""
+ORDER = {row.__name__: row for row in ROWS}
 
 
 def worst(dense: Any) -> float:
@@ -498,28 +448,22 @@ def worst(dense: Any) -> float:
     return max(check.error for check in dense.certificate.checks)
 
 
-def about() -> Facts:
-    """The machine and the versions."""
-    card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or "cpu"
-    return {"device": card, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--rows", nargs="*", choices=ORDER, default=ORDER)
-    parser.add_argument("--tiny", action="store_true", help="small networks, to try it anywhere")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(
+        __doc__, threads=None, minutes=9.0, rows=Some(ORDER), here=(False, SUPPRESS),
+        tiny=(False, "small networks, to try it anywhere"),
+    )  # fmt: skip
     if args.here:  # one row, in this process
-        for facts in ROWS[args.rows[0]].run(args.tiny):
+        for facts in ORDER[args.rows[0]](args.tiny):
             print(json.dumps({"row": args.rows[0], **facts}), flush=True)
         return
-    print(json.dumps(about()), flush=True)
+    card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else collect.processor()
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    print(json.dumps({"device": card, **versions}), flush=True)
     end = time.monotonic() + args.minutes * 60
     for name in args.rows:
         left = end - time.monotonic()
-        if left < ROWS[name].minutes * 60:
+        if left < ROWS[ORDER[name]] * 60:
             print(json.dumps({"row": name, "left_out": f"{left:.0f} s are left"}), flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks.gpu", "--rows", name, "--here"]

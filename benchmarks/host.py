@@ -11,7 +11,6 @@ the host then waits until all that was asked before is done.
 
 from __future__ import annotations
 
-import argparse
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -27,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import l0prune
+from benchmarks.runner import machine, options
 from l0prune.capture.compat import TorchDispatchMode
 from l0prune.data import Data, Tensors
 from l0prune.training import loop, run, start
@@ -207,16 +207,12 @@ def measure(network: str, size: int, budget: str, epochs: int) -> tuple[float, C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--network", default="resnet18", help="of torchvision")
-    parser.add_argument("--size", type=int, default=32, help="of the pictures")
-    parser.add_argument("--budget", default="macs=0.25")
-    parser.add_argument("--epochs", type=int, default=8, help=f"of {STEPS} steps")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    dense, clock, waits = measure(options.network, options.size, options.budget, options.epochs)
-    print(f"torch {torch.__version__}, {options.threads} threads, batch {BATCH}, {options}")
+    given = options(
+        __doc__, threads=(1, None), network=("resnet18", "of torchvision"), budget="macs=0.25",
+        size=(32, "of the pictures"), epochs=(8, f"of {STEPS} steps"),
+    )  # fmt: skip
+    dense, clock, waits = measure(given.network, given.size, given.budget, given.epochs)
+    print(f"{machine()}, batch {BATCH}, {given}")
     print(f"{dense:8.2f} s  the same epochs without gates")
     print(f"{sum(clock.seconds.values()):8.2f} s  gate, finetune and export; of these:")
     for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):

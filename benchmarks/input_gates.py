@@ -12,19 +12,19 @@ the plain file, which multiplies by zero, and of the one that leaves out blocks.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import l0prune
 from benchmarks.exits import SETTINGS, cut, network
+from benchmarks.runner import options, table
 from l0prune.data import Data
 from l0prune.exporting.onnx import collect
 
@@ -46,15 +46,8 @@ def ms_of(paths: list[Path], inputs: Tensor) -> list[float]:
     return [min(of) for of in found]
 
 
-def adapted(model: nn.Module, data: Data, epochs: int, options: dict[str, Any]) -> nn.Module:
-    """Return a copy that was fine-tuned with input gates."""
-    gated = l0prune.add_input_gates(copy.deepcopy(model), (data.train.example(2),), **options)
-    l0prune.train_dense(gated, data, epochs=epochs, lr=1e-3, **SETTINGS)
-    return gated
-
-
-def row(name: str, model: nn.Module, data: Data) -> str:
-    """Return a line of the table about a network with input gates; it is gated, all open."""
+def row(name: str, model: nn.Module, data: Data) -> tuple[str, ...]:
+    """Return a row of the table about a network with input gates; it is gated, all open."""
     found = l0prune.input_macs(model, data)
     wrong = l0prune.evaluate(model, data)["error"]
     left_out = sum(block.left_out for block in found.blocks)
@@ -65,50 +58,39 @@ def row(name: str, model: nn.Module, data: Data) -> str:
         skipping = l0prune.save_skipping(small, Path(folder) / "skip.onnx")
         times = ms_of([plain, skipping], data.test.inputs)  # type: ignore[attr-defined]
     shown = " / ".join(f"{each:.4f}" for each in times)
-    return (
-        f"| {name} | {found.expected:,.0f} | {found.skipped:,.0f} | {varying:.1%} | "
-        f"{left_out:.2f} | {shown} | {wrong:.2%} |"
-    )
+    macs = f"{found.expected:,.0f}", f"{found.skipped:,.0f}"
+    return name, *macs, f"{varying:.1%}", f"{left_out:.2f}", shown, f"{wrong:.2%}"
 
 
-def rows(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the table."""
+def rows(options: Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table."""
     data = l0prune.load_data(options.data)
-    yield (
-        "| way | expected MACs | where only blocks are left out | channels that follow the input | "
-        "blocks left out | ms | error |"
-    )
-    yield "|---" * 7 + "|"
-    model = network(options.network, data, options.epochs, 0)
+    settings = {"epochs": options.epochs, "batch_size": 32, **SETTINGS}
+    model, example = network(options.network, data, 0, settings), (data.train.example(2),)
     for share in options.shares:
-        dense = cut(model, data, share, options.epochs)
+        dense = cut(model, data, share, settings)
         with tempfile.TemporaryDirectory() as folder:
             (file,) = dense.save_onnx(Path(folder) / "cut.onnx", time=False)
             (ms,) = ms_of([file], data.test.inputs)  # type: ignore[attr-defined]
         wrong = l0prune.evaluate(dense.module, data)["error"]
-        yield f"| cut, {share:g} | {dense.macs:,} | {dense.macs:,} | | | {ms:.4f} | {wrong:.2%} |"
+        macs = f"{dense.macs:,}"
+        yield f"cut, {share:g}", macs, macs, "", "", f"{ms:.4f}", f"{wrong:.2%}"
         ways: dict[str, dict[str, Any]] = {
             "hard concrete": {},
             "hard concrete, shape 1": {"shape": 1.0},
             "binary, shape 1": {"shape": 1.0, "gate": l0prune.BinaryConcrete()},
         }
         for name, way in ways.items():
-            found = adapted(model, data, options.epochs, {"target": share, **way})
-            yield row(f"{name}, {share:g}", found, data)
+            gated = l0prune.add_input_gates(copy.deepcopy(model), example, target=share, **way)
+            l0prune.train_dense(gated, data, lr=1e-3, **settings)
+            yield row(f"{name}, {share:g}", gated, data)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--network", default="digits_resnet", help="a function of vision.py")
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.3])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for line in rows(options):
-        print(line, flush=True)
+    network = ("digits_resnet", "a function of vision.py")
+    given = options(__doc__, network=network, data="digits", epochs=8, shares=[0.5, 0.3])
+    head = "expected MACs | where only blocks are left out | channels that follow the input"
+    table(f"way | {head} | blocks left out | ms | error", rows(given))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from l0prune.errors import L0pruneError
@@ -92,6 +94,26 @@ def run(
                 row["crash"] = failure if lines else f"{failure}: {last}"
         append(path, row)
         print(summary(row), flush=True)
+
+
+class Late(BaseException):
+    """The end of a limit in time; no Exception, which a capture would take for its own."""
+
+
+@contextmanager
+def within(limit: float) -> Iterator[None]:
+    """Raise ``Late`` where the context takes more CPU seconds."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Late(f"not done after {limit:g} s of the CPU")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def resident(field: str) -> float:

@@ -12,10 +12,10 @@ and of its backward pass, for a CPU: so many for a GPU, if it fuses there what i
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch._inductor import metrics
 
 import l0prune
+from benchmarks.runner import options
+from benchmarks.step import stepper
 from l0prune.capture.compat import TorchDispatchMode, replaced
 from l0prune.gating import products
 
@@ -79,22 +81,14 @@ def step_of(
     compiles: bool = False,
 ) -> Callable[[], None]:
     """A step: loss, penalty of a gated model, backward and Adam; the forward maybe compiled."""
-    run = torch.compile(model) if compiles else model
-    is_gated = any(name == "l0prune_gates" for name, _ in model.named_children())
-    groups = l0prune.param_groups(model) if is_gated else model.parameters()
-    optimizer = torch.optim.Adam(groups, lr=1e-3, foreach=True)
-    labels = torch.zeros(len(images), dtype=torch.int64)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = nn.functional.cross_entropy(run(images), labels)
-        if is_gated:
-            loss = loss + l0prune.penalty(model, 0.1 / 60_000)
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return stepper(
+        model,
+        images,
+        torch.zeros(len(images), dtype=torch.int64),
+        make=partial(torch.optim.Adam, lr=1e-3, foreach=True),
+        context=partial(torch.autocast, "cpu", autocast or torch.bfloat16, autocast is not None),
+        run=torch.compile(model) if compiles else None,
+    )
 
 
 def compiled(step: Callable[[], None]) -> int:
@@ -107,12 +101,11 @@ def compiled(step: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16", "mobilenet_v2"])
-    parser.add_argument("--size", type=int, default=32, help="of the images (ViT: 224)")
-    parser.add_argument("--autocast", action="store_true", help="to bfloat16")
-    parser.add_argument("--compile", action="store_true", help="count kernels of the compiler")
-    args = parser.parse_args()
+    args = options(
+        __doc__, threads=None, models=["resnet50", "vit_b_16", "mobilenet_v2"],
+        size=(32, "of the images (ViT: 224)"), autocast=(False, "to bfloat16"),
+        compile=(False, "count kernels of the compiler"),
+    )  # fmt: skip
     for name in args.models:
         torch.manual_seed(0)
         size = 224 if name.startswith("vit") else args.size

@@ -26,7 +26,9 @@ import torchvision
 from torch import nn
 
 import l0prune
-from benchmarks.isolation import ROOT, Row, append, parser_of, rows
+from benchmarks.faster import looks, roughened
+from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.runner import options, table
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.features.latency.sizes import sampled_widths, slots_of
@@ -35,8 +37,6 @@ NETWORKS = (
     "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",
 )  # fmt: skip
 UNSEEN = 8
-NOISE = 1e-3
-SECONDS, TIMES = 1.0, 3  # of each look at a file, and how often
 PATH = ROOT / "runs" / "latency.jsonl"
 TABLES = PATH.parent / "latency"
 
@@ -51,13 +51,8 @@ class Bench:
         self._dense = collect.Network(folder / DENSE, 1, collect.CPU)
 
     def share(self, path: Path) -> tuple[float, float]:
-        """The file's time over the dense one's: the median of a few, and how far they differ."""
-        network = collect.Network(path, 1, collect.CPU)
-        shares = [
-            collect.share(**collect.networks_turns(network, self._dense, self._inputs, SECONDS))
-            for _ in range(TIMES)
-        ]
-        return statistics.median(shares), max(shares) / min(shares) - 1
+        """The file's time over the dense one's, and how far some looks at it differ."""
+        return looks(collect.Network(path, 1, collect.CPU), self._dense, self._inputs)
 
     def exported(self) -> tuple[float, float, l0prune.Export]:
         """The share and its spread, of the file that an export of the model writes."""
@@ -70,27 +65,21 @@ class Bench:
 def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
     """The rows of one network."""
     torch.manual_seed(0)
-    model = getattr(torchvision.models, name)(weights=None).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # trained ones are all different, too: equal ones
-            parameter += NOISE * torch.randn_like(parameter)  # become one in a file
+    model = roughened(getattr(torchvision.models, name)(weights=None).eval())
     l0prune.gate(model, (torch.randn(1, 3, 224, 224),), branches=False)
     gates = l0prune.gates(model)
     kept = TABLES / f"{name}.json"
     start = time.perf_counter()
-    table = (
-        l0prune.LatencyTable.load(kept)
-        if kept.exists()
-        else l0prune.measure(model, samples=samples)
-    )
+    is_made = kept.exists()
+    made = l0prune.LatencyTable.load(kept) if is_made else l0prune.measure(model, samples=samples)
     seconds = time.perf_counter() - start
-    about = {"network": name, "setting": str(table.setting), "samples": samples}
-    if not kept.exists():
+    about = {"network": name, "setting": str(made.setting), "samples": samples}
+    if not is_made:
         TABLES.mkdir(parents=True, exist_ok=True)
-        table.save(kept)
-        yield {**about, "what": "table", "seconds": seconds, "dense": table.dense,
-               "held_out": vars(table.quality)}  # fmt: skip
-    measure = table.of(gates.plan)
+        made.save(kept)
+        yield {**about, "what": "table", "seconds": seconds, "dense": made.dense,
+               "held_out": vars(made.quality)}  # fmt: skip
+    measure = made.of(gates.plan)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(model, Path(folder))
         ratios = []
@@ -98,60 +87,50 @@ def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
         for widths in islice(drawn, 1, UNSEEN + 1):  # the first is the dense network
             open_ = slots_of(gates.plan, widths)
             share, _ = bench.share(bench.files.write("unseen.onnx", gates.plan.kept(open_)))
-            ratios.append(measure.actual(open_) / table.dense / share)
+            ratios.append(measure.actual(open_) / made.dense / share)
         yield {**about, "what": "unseen", "predicted over measured": ratios}
         scores = l0prune.score(model, "group-magnitude")
         for budget in budgets:
             gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
             start = time.perf_counter()
-            l0prune.fit(model, f"latency={budget}", scores, latency=table)
+            l0prune.fit(model, f"latency={budget}", scores, latency=made)
             seconds = time.perf_counter() - start
             share, spread, dense = bench.exported()
             yield {**about, "what": "budget", "budget": budget, "share": share, "spread": spread,
                    "macs": dense.macs / dense.macs_before, "seconds": seconds}  # fmt: skip
 
 
-def table() -> str:
-    """The rows as tables for a page."""
-    found = rows(PATH, ("network", "what", "budget")) if PATH.exists() else []
-    lines = [
-        "| network | dense, ms | table, s | predicted / measured − 1, unseen: median, worst | "
-        "budget: measured share | MACs | speed-up over MAC reduction |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def cells() -> Iterator[tuple[str, ...]]:
+    """The rows of each network in one, for a page."""
+    found = rows(PATH, ("network", "what", "budget"))
     for name in dict.fromkeys(row["network"] for row in found):
         mine = [row for row in found if row["network"] == name]
         made = next(row for row in mine if row["what"] == "table")
         errors = [abs(r - 1) for row in mine for r in row.get("predicted over measured", ())]
         kept = [row for row in mine if row["what"] == "budget"]
-        lines.append(
-            f"| {name} | {made['dense']:.1f} | {made['seconds']:.0f} | "
-            + (f"{statistics.median(errors):.1%}, {max(errors):.1%}" if errors else "-")
-            + " | "
-            + "; ".join(f"{row['budget']:g}: {row['share']:.3f}" for row in kept)
-            + " | "
-            + "; ".join(f"{row['macs']:.3f}" for row in kept)
-            + " | "
-            + "; ".join(f"{row['macs'] / row['share']:.2f}" for row in kept)
-            + " |"
+        yield (
+            name,
+            f"{made['dense']:.1f}",
+            f"{made['seconds']:.0f}",
+            f"{statistics.median(errors):.1%}, {max(errors):.1%}" if errors else "-",
+            "; ".join(f"{row['budget']:g}: {row['share']:.3f}" for row in kept),
+            "; ".join(f"{row['macs']:.3f}" for row in kept),
+            "; ".join(f"{row['macs'] / row['share']:.2f}" for row in kept),
         )
-    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS)
-    parser.add_argument("--budgets", nargs="*", type=float, default=[0.5, 0.3])
-    parser.add_argument("--samples", type=int, default=48)
-    parser.add_argument("--table", action="store_true", help="print what there is, and no more")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if not options.table:
-        for name in options.networks:
-            for row in steps(name, options.samples, options.budgets):
-                append(PATH, {"budget": None, **row})
-                print(row, flush=True)
-    print(table())
+    given = options(
+        __doc__, networks=[*NETWORKS], budgets=[0.5, 0.3], samples=48,
+        table=(False, "print what there is, and no more"),
+    )  # fmt: skip
+    for name in given.networks if not given.table else ():
+        for row in steps(name, given.samples, given.budgets):
+            append(PATH, {"budget": None, **row})
+            print(row, flush=True)
+    unseen = "predicted / measured − 1, unseen: median, worst"
+    after = "budget: measured share | MACs | speed-up over MAC reduction"
+    table(f"network | dense, ms | table, s | {unseen} | {after}", cells())
 
 
 if __name__ == "__main__":

@@ -1,26 +1,41 @@
 """Planning without a big machine: time against the size of the graph, and a model of 70 billion.
 
     python -m benchmarks.planning [--layers 80]
+    python -m benchmarks.planning --beside resnet50 vit_b_16 densenet121 llama [--repeats 5]
 
 First the survey of plain networks of 10², 10³ and 10⁴ graph nodes, with the seconds that the
 inference of axes takes on top of torch.export, in all and per node. Then the survey of a
 Llama-shaped transformer on the meta device (8192 wide, 64 heads in groups of 8, 28672 in the MLP),
 with its parameters, graph nodes, seconds and the process' peak memory.
+
+With ``--beside`` time and peak memory of ``gate`` (which surveys, and tries its plan) beside
+torch.export itself: both alternate in one process, and their medians are compared; peak memory is
+that of a process of its own for each (Linux, VmHWM). ``llama`` is of 12 layers and 768 wide.
 """
 
 from __future__ import annotations
 
-import resource
+import gc
+import json
+import statistics
+import subprocess
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import parser_of
+from benchmarks.by_turns import Run, seconds
+from benchmarks.isolation import resident
+from benchmarks.runner import HIDDEN, machine, options, table
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
+
+SIDES = ("capture", "gate")
+SIZES = (100, 1_000, 10_000)
 
 
 class Block(nn.Module):
@@ -97,31 +112,80 @@ class _Residual(nn.Module):
         return x + self.b(self.a(x))
 
 
+def sides(name: str) -> dict[str, Run]:
+    """Both sides of a network with random weights."""
+    torch.manual_seed(0)
+    if name == "llama":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+            num_key_value_heads=4, vocab_size=8_000, use_cache=False, tie_word_embeddings=False,
+        )  # fmt: skip
+        model, args = LlamaForCausalLM(config).eval(), (torch.randint(0, 8_000, (2, 32)),)
+    else:
+        model, args = torchvision.models.get_model(name).eval(), (torch.randn(2, 3, 224, 224),)
+
+    def gate() -> None:
+        l0prune.gate(model, args)
+        l0prune.ungate(model)
+
+    return {"capture": lambda: torch.export.export(model, args, strict=False), "gate": gate}
+
+
+def compare(name: str, repeats: int) -> dict[str, object]:
+    """Seconds and peak MiB of both sides, and the ratios that count."""
+    both = sides(name)
+    for run in both.values():
+        run()
+    taken: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(repeats):
+        for side, run in both.items():
+            gc.collect()  # what the other side left behind is not this one's work
+            taken[side].append(seconds(run))
+    command = [sys.executable, "-m", "benchmarks.planning", "--beside", name, "--memory-of"]
+    memory = [int(subprocess.check_output([*command, side])) for side in SIDES]
+    medians = [statistics.median(taken[side]) for side in SIDES]
+    return {
+        "model": name,
+        **{f"{side}_s": round(time, 3) for side, time in zip(SIDES, medians, strict=True)},
+        "time_ratio": round(medians[1] / medians[0], 3),
+        **{f"{side}_peak_mib": peak for side, peak in zip(SIDES, memory, strict=True)},
+        "memory_ratio": round(memory[1] / memory[0], 3),
+    }
+
+
+def row(size: int) -> tuple[object, ...]:
+    """Time the inference of a chain's axes."""
+    model = chain(size).eval()
+    start = time.perf_counter()
+    captured = capture(model, (torch.randn(2, 3, 16, 16),))
+    between = time.perf_counter()
+    analyse(captured)
+    took, nodes = time.perf_counter() - between, len(captured.graph.nodes)
+    return nodes, f"{between - start:.2f}", f"{took:.2f}", f"{1e3 * took / nodes:.3f}"
+
+
 def main() -> None:
     """Print both tables."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--layers", type=int, default=80)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{'graph nodes':>12}{'torch.export s':>16}{'axes s':>10}{'axes ms a node':>16}")
-    for size in (100, 1_000, 10_000):
-        model = chain(size).eval()
-        start = time.perf_counter()
-        captured = capture(model, (torch.randn(2, 3, 16, 16),))
-        between = time.perf_counter()
-        analyse(captured)
-        took = time.perf_counter() - between
-        nodes = len(captured.graph.nodes)
-        print(
-            f"{nodes:12}{between - start:16.2f}{took:10.2f}{1e3 * took / nodes:16.3f}", flush=True
-        )
+    given = options(__doc__, layers=80, beside=([str], "models"), repeats=5, memory_of=HIDDEN)
+    if given.memory_of:
+        sides(given.beside[0])[given.memory_of]()
+        # Not getrusage: its maximum includes what the parent held when it started this process.
+        return print(round(resident("VmHWM")))
+    if given.beside:
+        print(machine())
+        for name in given.beside:
+            print(json.dumps(compare(name, given.repeats)))
+        return
+    table("graph nodes | torch.export, s | axes, s | axes, ms a node", map(row, SIZES))
     with torch.device("meta"):
-        llama = Llama(options.layers, 8192, 64, 8, 28_672).eval()
+        llama = Llama(given.layers, 8192, 64, 8, 28_672).eval()
         tokens = torch.zeros(2, 64, dtype=torch.int64)
     start = time.perf_counter()
     found = l0prune.survey(llama, (tokens,), own_class=False)
     took = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = resident("VmHWM") / 1024
     print(
         f"Llama of {found.params:,} parameters on the meta device: {len(found.axes)} axes, "
         f"{found.plan.size:,} gates reach {found.reachable('params'):.1%} of the parameters; "

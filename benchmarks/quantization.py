@@ -13,13 +13,13 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import parser_of
+from benchmarks.runner import options, table
 
 Way = Callable[[nn.Module], nn.Module]
 
@@ -78,26 +78,24 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--epochs", type=int, default=30)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    given = options(__doc__, epochs=30)
     data = l0prune.load_data("digits")
     x, _ = next(iter(data.test.batches(10_000)))
     dense = network()
     gated = l0prune.gate(copy.deepcopy(dense), x[:2])
-    l0prune.finetune(gated, data, budget="macs=0.3", epochs=options.epochs, device="cpu")
-    l0prune.train_dense(dense, data, epochs=options.epochs, device="cpu")
+    l0prune.finetune(gated, data, budget="macs=0.3", epochs=given.epochs, device="cpu")
+    l0prune.train_dense(dense, data, epochs=given.epochs, device="cpu")
     cut = l0prune.export(gated)
     print(f"cut from {cut.params_before:,} to {cut.params:,} params")
-    print("| | whole, MB | error | off | cut, MB | error | off |\n|" + "---|" * 7)
-    for name, way in WAYS.items():
-        cells = []
+
+    def cells(name: str) -> Iterator[str]:
+        yield name
         for module in (dense, cut.module):
-            made = way(module)
+            made = WAYS[name](module)
             error = l0prune.evaluate(made, data, device="cpu")["error"]
-            cells += [f"{size(made) / 1e6:.2f}", f"{error:.1%}", f"{off(module, made, x):.1%}"]
-        print(f"| {name} | {' | '.join(cells)} |")
+            yield from (f"{size(made) / 1e6:.2f}", f"{error:.1%}", f"{off(module, made, x):.1%}")
+
+    table(" | whole, MB | error | off | cut, MB | error | off", map(cells, WAYS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""What users' threads are about where no package holds it: rebuilt small, in plain PyTorch."""
+"""What users' threads are about where no package holds it: rebuilt small, in plain PyTorch.
+
+Tokens are ``(batch, tokens, dim)``, images ``(batch, channels, height, width)``; where a forward
+says nothing else, it returns the shape that it is given.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ class FusedQkv(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, tokens, dim)``, and the same again."""
         batch, tokens, dim = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, dim // self.heads)
         qkv = qkv.permute(2, 0, 3, 1, 4)
@@ -34,7 +37,6 @@ class EinopsQkv(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, tokens, dim)``, and the same again."""
         from einops import rearrange
 
         qkv = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, d=self.head_dim)
@@ -72,7 +74,6 @@ class VitBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, tokens, dim)``, and the same again."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -89,7 +90,6 @@ class ChannelAttention(nn.Module):
         self.out = nn.Conv2d(dim, dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, dim, height, width)``, and the same again."""
         from einops import rearrange
 
         height, width = x.shape[-2:]
@@ -110,7 +110,6 @@ class GatedConvs(nn.Module):
         self.out = nn.Conv2d(hidden, dim, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, dim, height, width)``, and the same again."""
         first, second = self.depthwise(self.into(x)).chunk(2, dim=1)
         return self.out(F.gelu(first) * second)
 
@@ -123,7 +122,6 @@ class ChannelNorm(nn.Module):
         self.body = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, dim, height, width)``, and the same again."""
         return self.body(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -136,7 +134,6 @@ class RestormerBlock(nn.Module):
         self.norm2, self.ffn = ChannelNorm(dim), GatedConvs(dim, 2 * dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, dim, height, width)``, and the same again."""
         x = x + self.attention(self.norm1(x))
         return x + self.ffn(self.norm2(x))
 
@@ -156,7 +153,6 @@ class Restormer(nn.Module):
         self.out = nn.Conv2d(dim, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(batch, 3, height, width)``, and the same again."""
         first = self.first(self.embed(x))
         up = self.up(self.deep(self.down(first)))
         return x + self.out(self.last(self.reduce(torch.cat([up, first], 1))))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks.scramble import Example, like
 from l0prune.capture.example_inputs import tensors_in
+from l0prune.exporting.certify.difference import difference
 
 
 def reloaded(
@@ -29,6 +30,18 @@ def reloaded(
         return "l0prune.from_pretrained", l0prune.from_pretrained(folder / "small")
     fresh, _ = build()
     return "l0prune.resize", l0prune.resize(fresh, folder / "small")
+
+
+def loaded_again(
+    build: Callable[[], tuple[nn.Module, Example]],
+    dense: l0prune.Export,
+    folder: Path,
+    example: Example,
+) -> tuple[str, float, nn.Module]:
+    """What has loaded it, how far its outputs are off, and the network."""
+    how, loaded = reloaded(build, dense, folder)
+    found, expected = (answer(each, example) for each in (loaded, dense.module))
+    return how, difference(expected, found), loaded
 
 
 def answer(model: nn.Module, example: Example) -> list[Tensor]:

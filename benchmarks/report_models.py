@@ -5,12 +5,11 @@ pip install ".[benchmarks]"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -204,77 +203,53 @@ def frozen_half(folder: Path) -> Built:
     return model, ((torch.randn(2, 3, 8, 8).half(),), {})
 
 
-# --- ONNX files -----------------------------------------------------------------------------
-
-Arrays = dict[str, np.ndarray[Any, Any]]
-
-
 def tied_table(folder: Path) -> Built:
     """A file whose head reads its table of words, transposed."""
-    from onnx import TensorProto, helper
-
-    node = helper.make_node
-    nodes = [
-        node("Gather", ["table", "ids"], ["e"]),
-        node("MatMul", ["e", "up"], ["u"]),
-        node("Relu", ["u"], ["r"]),
-        node("MatMul", ["r", "down"], ["d"]),
-        node("Add", ["d", "e"], ["z"]),
-        node("Transpose", ["table"], ["head"], perm=[1, 0]),
-        node("MatMul", ["z", "head"], ["y"]),
-    ]
-    weights = _drawn(table=(40, 24), up=(24, 48), down=(48, 24))
-    return _read(folder, nodes, weights, "ids", TensorProto.INT64, ["n", 7])
+    text = """net (int64[n, 7] ids) => (float[n, 7, 40] y) {
+        e = Gather(table, ids)
+        u = MatMul(e, up)
+        r = Relu(u)
+        d = MatMul(r, down)
+        z = Add(d, e)
+        head = Transpose<perm = [1, 0]>(table)
+        y = MatMul(z, head)
+    }"""
+    return _read(folder, text, _drawn(table=(40, 24), up=(24, 48), down=(48, 24)))
 
 
 def constant_if(folder: Path) -> Built:
     """A file with weights in the branches of an If whose condition is the rank of its input."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    def branch(name: str) -> Any:
-        nodes = [
-            helper.make_node("MatMul", ["h", "up"], ["u"]),
-            helper.make_node("Relu", ["u"], ["r"]),
-            helper.make_node("MatMul", ["r", "down"], ["o"]),
-        ]
-        arrays = [
-            numpy_helper.from_array(a, n) for n, a in _drawn(up=(12, 16), down=(16, 5)).items()
-        ]
-        return helper.make_graph(
-            nodes, name, [], [helper.make_empty_tensor_value_info("o")], arrays
-        )
-
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"]),
-        helper.make_node("Relu", ["m"], ["h"]),
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Size", ["s"], ["rank"]),
-        helper.make_node("Equal", ["rank", "two"], ["c"]),
-        helper.make_node("If", ["c"], ["y"], then_branch=branch("a"), else_branch=branch("b")),
-    ]
-    weights = _drawn(w=(8, 12)) | {"two": np.array(2)}
-    return _read(folder, nodes, weights, "x", TensorProto.FLOAT, ["n", 8])
+    branch = "() => (o) { u = MatMul(h, up) r = Relu(u) o = MatMul(r, down) }"
+    text = f"""net (float[n, 8] x) => (float[n, 5] y) {{
+        m = MatMul(x, w)
+        h = Relu(m)
+        s = Shape(x)
+        rank = Size(s)
+        two = Constant<value = int64 {{2}}>()
+        c = Equal(rank, two)
+        y = If(c) <then_branch = a {branch}, else_branch = b {branch}>
+    }}"""
+    branches = [_drawn(up=(12, 16), down=(16, 5)) for _ in range(2)]
+    return _read(folder, text, _drawn(w=(8, 12)), branches)
 
 
-def _drawn(**sizes: tuple[int, int]) -> Arrays:
-    return {name: (torch.randn(size) / size[0] ** 0.5).numpy() for name, size in sizes.items()}
+def _drawn(**sizes: tuple[int, int]) -> list[Any]:
+    """Weights of a graph by name."""
+    from onnx import numpy_helper
+
+    arrays = {name: (torch.randn(size) / size[0] ** 0.5).numpy() for name, size in sizes.items()}
+    return [numpy_helper.from_array(array, name) for name, array in arrays.items()]
 
 
-def _read(
-    folder: Path, nodes: list[Any], weights: Arrays, name: str, kind: int, sizes: list[str | int]
-) -> Built:
+def _read(folder: Path, text: str, weights: list[Any], branches: Sequence[list[Any]] = ()) -> Built:
+    """Write a file of a graph in ONNX's own language, and read it as a network."""
     import onnx
-    from onnx import TensorProto, helper, numpy_helper
 
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info(name, kind, sizes)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(array, each) for each, array in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), folder / "net.onnx")
+    file = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> {text}')
+    graphs = [part.g for part in file.graph.node[-1].attribute if part.HasField("g")]
+    for graph, of in zip((file.graph, *graphs), (weights, *branches), strict=True):
+        graph.initializer.extend(of)
+    onnx.save(file, folder / "net.onnx")
     model: Any = l0prune.load_model(str(folder / "net.onnx"))
     return model, (model.example_input_array, {})
 

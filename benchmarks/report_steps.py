@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 import l0prune
-from benchmarks.coverage import kept_class
 from benchmarks.isolation import Row
-from benchmarks.reloading import answer, reloaded
+from benchmarks.reloading import answer, loaded_again
 from benchmarks.reports import REPORTS, Report
 from benchmarks.scramble import randomise, scramble
 from benchmarks.thread_models import Built, Example
-from benchmarks.thread_steps import numbers
-from l0prune.exporting.certify.certificate import MODEL
+from benchmarks.thread_steps import figures, numbers
 from l0prune.exporting.certify.difference import difference
 
 
@@ -47,19 +45,12 @@ def cut(of: Report, folder: Path) -> Iterator[Row]:
     model = PREPARE[of.run](of, model, example)
     small = l0prune.export(model)
     before = numbers(built(of, folder)[0])
-    yield {
-        "params_before": before,
-        "params_after": small.params,
-        "float64": small.certificate.worst(MODEL, "float64"),
-        "class": kept_class(small),
-        "step": "onnx",
-    }
+    yield {"params_before": before, **figures(small), "step": "onnx"}
     small.save_onnx(folder / "small.onnx", time=False)
     errors = [small.certificate.worst("onnx", each) for each in ("float32", "float16")]
     yield {"onnx": max(e for e in errors if e is not None), "step": "reload"}
-    how, loaded = reloaded(partial(built, of, folder), small, folder)
-    found, expected = (answer(each, example) for each in (loaded, small.module))
-    yield {"loaded_by": how, "loaded_error": difference(expected, found), "step": "also"}
+    how, error, loaded = loaded_again(partial(built, of, folder), small, folder, example)
+    yield {"loaded_by": how, "loaded_error": error, "step": "also"}
     if of.also:
         yield {"also": ALSO[of.also](model, small, loaded, folder)}
 
@@ -81,9 +72,6 @@ def fewer_experts(of: Report, folder: Path) -> Iterator[Row]:
     loaded = type(model).from_pretrained(folder / "small").eval()  # type: ignore[attr-defined]
     found, expected = (answer(each, ((), inputs)) for each in (loaded, result.model))
     yield {"loaded_by": "transformers", "loaded_error": difference(expected, found)}
-
-
-# --- ways to cut ----------------------------------------------------------------------------
 
 
 def scrambled(of: Report, model: nn.Module, example: Example) -> nn.Module:
@@ -126,9 +114,6 @@ def in_rounds(of: Report, model: nn.Module, example: Example, rounds: int = 5) -
 
 Prepare = Callable[[Report, nn.Module, Example], nn.Module]
 PREPARE: dict[str, Prepare] = {"scrambled": scrambled, "sized": sized, "in_rounds": in_rounds}
-
-
-# --- what is measured beside ----------------------------------------------------------------
 
 
 def stream(model: nn.Module, small: l0prune.Export, loaded: nn.Module, folder: Path) -> str:

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from benchmarks.isolation import ROOT, Row, failure, rows
-from benchmarks.reports import REPORTS, Report
+from benchmarks.reports import REPORTS
+from benchmarks.runner import lines
 
 TITLE = "## Fourteen more reports"
-HEAD = f"""{TITLE}
-
-Issues and pull requests, by number, about pruning and about files of pruned models, in eight
-projects; some tell of an error, some ask for a feature. Networks are small ones written anew, or
-classes of transformers at small sizes (`benchmarks/report_models.py`), with random weights. Half of
-the gates are closed at random, to any width; the Llama of LLM-Shearing 74 gets the sizes that are
-given, the ViT of Torch-Pruning 411 loses a fifth of its MACs in each of five rounds, and of the
-experts (llm-compressor) 5 of 8 and 12 of 16 stay. Measured by `python -m benchmarks.coverage --zoo
-reports`, printed by `--zoo reports --page docs/threads.md`.
-
-*params*, *float64*, *class*, *ONNX* and *loaded by* are as above. A model of fewer experts is
-compared with the whole one, whose router never chooses the others, and has no ONNX file. A report
-passes if its network is smaller, exact and of its own class, and equal in ONNX and after loading.
-"""
+PAGE = ROOT / "docs" / "threads.md"
 EXACT, SAME = 1e-10, 1e-6
-COLUMNS = ("thread", "what it is about", "what l0prune does", "test")
-FIGURES = ("params", "float64", "class", "ONNX", "loaded by")
+COLUMNS = "thread | what it is about | what l0prune does | test"
+FIGURES = "params | float64 | class | ONNX | loaded by"
+
+
+def words(after: str = "") -> str:
+    """What the page says before a table, up to how many pass, which is in bold."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text[text.index(after) :].partition("\n**")[0]
 
 
 def section() -> str:
     """A table of all reports, and what else was measured."""
     found = {row["model"]: row for row in rows(ROOT / "runs" / "coverage-reports.jsonl")}
     passed = sum(passes(found.get(name, {})) for name in REPORTS)
-    lines = [HEAD, f"**{passed} of {len(REPORTS)} reports pass.**\n"]
-    lines += [_line((*COLUMNS, *FIGURES)), "|" + "---|" * len((*COLUMNS, *FIGURES))]
-    for name, report in REPORTS.items():
-        lines.append(_line((name, *_said(report), *_cells(found.get(name, {})))))
-    notes = [
-        f"- {name}: {found[name]['also']}." for name in REPORTS if found.get(name, {}).get("also")
-    ]
-    return "\n".join([*lines, "", *notes]) + "\n"
+    verdict = f"**{passed} of {len(REPORTS)} reports pass.**\n"
+    cells = (
+        (name, of.situation, of.answer, f"`{of.test}`", *_cells(found.get(name, {})))
+        for name, of in REPORTS.items()
+    )
+    also = {name: found[name].get("also") for name in REPORTS if name in found}
+    notes = (f"- {name}: {said}." for name, said in also.items() if said)
+    table = lines(f"{COLUMNS} | {FIGURES}", cells)
+    return "\n".join([words(TITLE), verdict, *table, "", *notes]) + "\n"
 
 
 def with_reports(text: str) -> str:
@@ -62,13 +57,9 @@ def summary(row: Row) -> str:
     return "\n    ".join(each for each in (said, row.get("also", ""), failure(row)) if each)
 
 
-def _said(report: Report) -> tuple[str, str, str]:
-    return report.situation, report.answer, f"`{report.test}`"
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     if row.get("step") != "done":
-        return f"failed at {row.get('step', 'the start')}", *["-"] * (len(FIGURES) - 1)
+        return f"failed at {row.get('step', 'the start')}", *["-"] * 4
     return (
         f"{row['params_after'] / row['params_before']:.1%}",
         f"{row['float64']:.0e}",
@@ -76,7 +67,3 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['onnx']:.0e}" if "onnx" in row else "-",
         row["loaded_by"],
     )
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"

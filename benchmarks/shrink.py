@@ -26,15 +26,12 @@ shrinks each network of a zoo by random inputs instead: its certificate, and how
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
 import json
-import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +40,7 @@ from torchvision.models import VisionTransformer
 
 import l0prune
 from benchmarks import zoo
-from benchmarks.cifar import CHECKPOINTS
+from benchmarks.runner import CHECKPOINTS, One, Some, options, published
 from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.data.dataset import Tensors
 from l0prune.files.consent import RECIPES
@@ -53,15 +50,10 @@ EXAMPLES, EPOCHS = 512, 20
 
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each way and share."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
-    parser.add_argument("--macs", type=float, nargs="+", default=[0.7, 0.5, 0.39])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=0, metavar="EPOCHS")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--zoo", choices=zoo.ZOOS)
-    args = parser.parse_args(argv)
+    args = options(
+        __doc__, argv, threads=None, network=One(NETWORKS), macs=[0.7, 0.5, 0.39],
+        ways=Some(WAYS), seed=0, train=(0, "epochs"), lr=1e-3, zoo=(str, " or ".join(zoo.ZOOS)),
+    )  # fmt: skip
     if args.zoo:
         for name in zoo.names(args.zoo):
             zoo_row(args.zoo, name, args.macs[0])
@@ -131,9 +123,7 @@ Made = tuple[nn.Module, l0prune.Task]
 
 def cifar(name: str, seed: int) -> Made:
     """Return a published ResNet and CIFAR-10."""
-    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[name]
-    model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", str(weights))
-    return model, l0prune.load_data("cifar10")
+    return published(name), l0prune.load_data("cifar10")
 
 
 def crepe(seed: int) -> Made:
@@ -146,10 +136,7 @@ def crepe(seed: int) -> Made:
 def digits_vit(seed: int) -> Made:
     """Return a ViT of four blocks of width 64 over 16 patches, trained on digits, and these."""
     torch.manual_seed(seed)
-    model = VisionTransformer(
-        image_size=8, patch_size=2, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256,
-        num_classes=10,
-    )  # fmt: skip
+    model = VisionTransformer(8, 2, 4, 4, 64, 256, num_classes=10)
     model.conv_proj = nn.Conv2d(1, 64, 2, 2)
     data = l0prune.load_data("digits")
     l0prune.train_dense(model, data, epochs=80, optimizer="adamw", lr=1e-3, seed=seed)
@@ -159,7 +146,7 @@ def digits_vit(seed: int) -> Made:
 def digits_resnet(seed: int) -> Made:
     """Return the recipe's residual network, trained on digits, and these."""
     torch.manual_seed(seed)
-    model = l0prune.load_model(f"{RECIPES / 'vision.py'}:digits_resnet")
+    model = published("digits_resnet")
     data = l0prune.load_data("digits")
     l0prune.train_dense(model, data, epochs=15, batch_size=32, lr=2e-3, ema=0.99, seed=seed)
     return model, data

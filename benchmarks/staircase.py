@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks.isolation import parser_of
+from benchmarks.runner import machine, options
 from l0prune.exporting.onnx import collect
 
 CHANNELS, SIDE = 32, 56
@@ -25,24 +24,19 @@ WIDE, HIGH, LEFT, BOTTOM = 640, 300, 56, 40
 
 def network(width: int) -> onnx.ModelProto:
     """The three convolutions."""
+    shape = f"float[1, {CHANNELS}, {SIDE}, {SIDE}]"
+    file = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
+        staircase ({shape} x) => ({shape} y) {{
+            p = Conv(x, a)
+            q = Conv<group = {width}, pads = [1, 1, 1, 1]>(p, b)
+            y = Conv(q, c)
+        }}""")
     rng = np.random.default_rng(0)
-
-    def weight(name: str, *dims: int) -> TensorProto:
-        return numpy_helper.from_array(rng.standard_normal(dims, dtype=np.float32) / 8, name)
-
-    shape = [1, CHANNELS, SIDE, SIDE]
-    nodes = [
-        helper.make_node("Conv", ["x", "a"], ["p"]),
-        helper.make_node("Conv", ["p", "b"], ["q"], group=width, pads=[1, 1, 1, 1]),
-        helper.make_node("Conv", ["q", "c"], ["y"]),
-    ]
-    weights = [
-        weight("a", width, CHANNELS, 1, 1), weight("b", width, 1, 3, 3),
-        weight("c", CHANNELS, width, 1, 1),
-    ]  # fmt: skip
-    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
-    graph = helper.make_graph(nodes, "staircase", value[:1], value[1:], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    sizes = {"a": (width, CHANNELS, 1, 1), "b": (width, 1, 3, 3), "c": (CHANNELS, width, 1, 1)}
+    for name, dims in sizes.items():
+        weight = rng.standard_normal(dims, dtype=np.float32) / 8
+        file.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    return file
 
 
 def times() -> dict[int, float]:
@@ -100,14 +94,12 @@ def picture(found: dict[int, float]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("docs/staircase.svg"))
-    options = parser.parse_args()
+    given = options(__doc__, threads=None, out=Path("docs/staircase.svg"))
     found = times()
-    options.out.write_text(picture(found), encoding="utf-8")
+    given.out.write_text(picture(found), encoding="utf-8")
     for width in (80, 89, 95, 96, 97, 112):
         print(f"{width:4} channels: {found[width]:6.0f} µs")
-    print(f"{options.out} written; {collect.processor()}, ONNX Runtime, one thread")
+    print(f"{given.out} written; {machine()}, timed on one")
 
 
 if __name__ == "__main__":

@@ -11,22 +11,25 @@ times are those of the thread on the CPU, which other programs disturb less.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.runner import machine, options, table
 from recipes.vision import lenet5
 
 BATCH = 100
+PRICE = 0.1 / 60_000
 
 
 def mlp() -> nn.Module:
@@ -48,16 +51,35 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, float]] 
 }
 
 
-def stepper(model: nn.Module, inputs: Tensor, labels: Tensor, kind: str) -> Callable[[], None]:
-    """A step of a model that is ``"plain"``, ``"settled"``, or gated in one way or the other."""
-    groups = list(model.parameters()) if kind == "plain" else l0prune.param_groups(model)
-    optimizer = torch.optim.Adam(groups, lr=1e-3)
+def adam(groups: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=1e-3)
+
+
+def stepper(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    price: float | None = PRICE,
+    *,
+    make: Callable[[Any], torch.optim.Optimizer] = adam,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    run: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[[], None]:
+    """A step: forward (of ``run``, if it is compiled), penalty of a gated model, backward, update.
+
+    Without a price the gates of a model stand.
+    """
+    is_gated = any("l0prune_gates" in name for name, _ in model.named_modules())
+    learns = is_gated and price is not None
+    optimizer = make(l0prune.param_groups(model) if learns else list(model.parameters()))
+    forward = run or model
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        if kind in ("gated", "switched"):
-            loss = loss + l0prune.penalty(model, 0.1 / 60_000)
+        with context():
+            loss = nn.functional.cross_entropy(forward(inputs), labels)
+        if learns:
+            loss = loss + l0prune.penalty(model, price)
         loss.backward()
         optimizer.step()
 
@@ -83,7 +105,11 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     models = {"plain": plain, "gated": gated, "settled": settled}
     if l0prune.gates(gated).plan.branches:
         models["switched"] = l0prune.gate(copy.deepcopy(plain), (inputs[:2],))
-    steps = {kind: stepper(model, inputs, labels, kind) for kind, model in models.items()}
+    prices = {"settled": None}
+    steps = {
+        kind: stepper(model, inputs, labels, prices.get(kind, PRICE))
+        for kind, model in models.items()
+    }
     for step in steps.values():
         for _ in range(max(3, rounds // 10)):
             step()
@@ -98,27 +124,24 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400, help="steps of the smallest model")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--models", nargs="+", default=[""], help="beginnings of their names")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} threads, batch {BATCH}, Adam")
-    columns = f"{'ratio':>8}{'target':>8}{'settled':>9}{'switched':>10}"
-    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{columns}")
-    missed = False
-    for name, (make, shape, target, share) in CASES.items():
-        if not name.startswith(tuple(options.models)):
-            continue
-        rounds = max(6, int(options.rounds * share))
-        plain, gated, ratio, settled, switched = measure(make, shape, rounds)
-        missed |= ratio > target
-        row = f"{name:24}{plain:10.2f}{gated:10.2f}{ratio:8.3f}{target:8.2f}{settled:9.3f}"
-        row += "" if math.isnan(switched) else f"{switched:10.3f}"
-        print(row, flush=True)
-    return int(missed)
+def main() -> bool:
+    given = options(
+        __doc__, threads=(torch.get_num_threads(), None), rounds=(400, "steps of the smallest"),
+        models=([""], "beginnings of their names"),
+    )  # fmt: skip
+    print(f"{machine()}, batch {BATCH}, Adam")
+    missed = []
+
+    def row(name: str) -> list[str]:
+        make, shape, target, share = CASES[name]
+        plain, gated, *ratios = measure(make, shape, max(6, int(given.rounds * share)))
+        missed.extend([name] if ratios[0] > target else [])
+        shown = (f"{each:.3f}" for each in ratios)
+        return [name, f"{plain:.2f}", f"{gated:.2f}", f"{target:.2f}", *shown]
+
+    names = (name for name in CASES if name.startswith(tuple(given.models)))
+    table("model | plain, ms | gated, ms | target | ratio | settled | switched", map(row, names))
+    return bool(missed)
 
 
 if __name__ == "__main__":

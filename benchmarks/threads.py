@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks import rebuilt
 from benchmarks import thread_models as make
@@ -21,7 +22,7 @@ class Model:
     Attributes:
         build: makes it.
         what: for the page.
-        prepare: how its gates come to stand as they do, see ``benchmarks.thread_runs``.
+        prepare: how its gates come to stand as they do, see ``benchmarks.thread_steps``.
         closed: the share of gates that close.
         round_to: widths are multiples of this.
         evenly: of each axis that share closes exactly.
@@ -47,6 +48,7 @@ class Case:
 
 
 TP, OTO, NNCF, MODELOPT = "Torch-Pruning", "OTO", "NNCF", "ModelOpt"
+VISION, SWIN, QWEN2 = "torchvision", partial(make.swin, "swin"), partial(make.language, "qwen2")
 
 CASES = (
     Case(
@@ -54,27 +56,15 @@ CASES = (
         "YOLOv8: C2f splits what one convolution made into two halves; index 768 is out of range",
         {"yolov8n": Model(lambda: make.yolo("yolov8n.yaml"), "ultralytics, `yolov8n.yaml`")},
     ),
-    Case(
-        f"{TP} 287",
-        "MViTv2: heads, pooled by depthwise convolutions",
-        {
-            "mvitv2_tiny": Model(
-                lambda: make.timm("mvitv2_tiny", 96),
-                "timm, images of 96, attention stays whole",
-                exclude=("*.attn", "*.attn.branch"),  # it returns sizes, too: no class without it
-            )
-        },
-    ),
-    Case(
-        f"{TP} 340",
-        "DeiT: `num_heads` and `head_dim` stay at their old values",
-        {
-            "deit_small": Model(
-                make.deit,
-                "timm, three blocks, images of 64",
-            )
-        },
-    ),
+    Case(f"{TP} 287", "MViTv2: heads, pooled by depthwise convolutions", {
+        "mvitv2_tiny": Model(
+            lambda: make.timm("mvitv2_tiny", 96), "timm, images of 96, attention stays whole",
+            exclude=("*.attn", "*.attn.branch"),  # it returns sizes, too: no class without it
+        ),
+    }),
+    Case(f"{TP} 340", "DeiT: `num_heads` and `head_dim` stay at their old values", {
+        "deit_small": Model(make.deit, "timm, three blocks, images of 64"),
+    }),
     Case(
         f"{TP} 393",
         "DINO's ViT: q, k and v by their index; Restormer: depthwise convolutions, then chunk",
@@ -83,92 +73,67 @@ CASES = (
             "restormer": Model(lambda: (rebuilt.Restormer(), images(2, 3, 48, 48)), "rebuilt"),
         },
     ),
-    Case(
-        f"{TP} 357, 450",
-        "fused qkv, split by einops",
-        {
-            "vit_pytorch": Model(make.vit_pytorch, "vit-pytorch's ViT, three blocks"),
-            "flash_vit": Model(lambda: make.vit(rebuilt.EinopsQkv), "flash-attn's way, rebuilt"),
-        },
-    ),
+    Case(f"{TP} 357, 450", "fused qkv, split by einops", {
+        "vit_pytorch": Model(make.vit_pytorch, "vit-pytorch's ViT, three blocks"),
+        "flash_vit": Model(lambda: make.vit(rebuilt.EinopsQkv), "flash-attn's way, rebuilt"),
+    }),
     Case(
         f"{TP} 490, 258",
         "Swin: a fifth cut, and half (patch merging joins four times the width); SwinV2",
         {
-            "swin_fifth": Model(
-                lambda: make.swin("swin"), "transformers, a fifth closed", closed=0.2
-            ),
-            "swin": Model(lambda: make.swin("swin"), "transformers"),
+            "swin_fifth": Model(SWIN, "transformers, a fifth closed", closed=0.2),
+            "swin": Model(SWIN, "transformers"),
             "swinv2": Model(lambda: make.swin("swinv2"), "transformers"),
             "swinv2_timm": Model(make.timm_swin_v2, "timm"),
         },
     ),
-    Case(
-        f"{TP} 307; {OTO} 54",
-        "DETR and DINO-DETR: tracing, frozen BatchNorms",
-        {
-            "detr": Model(lambda: make.detr("detr"), "transformers"),
-            "deformable_detr": Model(
-                lambda: make.detr("deformable_detr", two_stage=True, with_box_refine=True),
-                "transformers, in two stages, which DINO-DETR builds on",
-            ),
-        },
-    ),
-    Case(
-        f"{TP} 125",
-        "Linear, view, ConvTranspose2d",
-        {"generator": Model(lambda: (rebuilt.Generator(), images(4, 512)), "as in the thread")},
-    ),
-    Case(
-        f"{TP} 179, 126",
-        "a convolution with one output, taken for a depthwise one",
-        {
-            "one_output": Model(
-                lambda: (rebuilt.OneOutput(), images(2, 3, 224, 224)), "as in the thread"
-            ),
-            "salience": Model(
-                lambda: (rebuilt.Salience(), images(2, 3, 128, 128)), "one in the middle, too"
-            ),
-        },
-    ),
+    Case(f"{TP} 307; {OTO} 54", "DETR and DINO-DETR: tracing, frozen BatchNorms", {
+        "detr": Model(lambda: make.detr("detr"), "transformers"),
+        "deformable_detr": Model(
+            lambda: make.detr("deformable_detr", two_stage=True, with_box_refine=True),
+            "transformers, in two stages, which DINO-DETR builds on",
+        ),
+    }),
+    Case(f"{TP} 125", "Linear, view, ConvTranspose2d", {
+        "generator": Model(lambda: (rebuilt.Generator(), images(4, 512)), "as in the thread"),
+    }),
+    Case(f"{TP} 179, 126", "a convolution with one output, taken for a depthwise one", {
+        "one_output": Model(
+            lambda: (rebuilt.OneOutput(), images(2, 3, 224, 224)), "as in the thread"
+        ),
+        "salience": Model(
+            lambda: (rebuilt.Salience(), images(2, 3, 128, 128)), "one in the middle, too"
+        ),
+    }),
     Case(
         f"{TP} 328, 303, 9",
         "layers of MobileNetV3 and V2 that stay whole; groups of ResNeXt",
         {
-            "mobilenet_v3": Model(
-                lambda: make.torchvision("mobilenet_v3_small", 224), "torchvision"
-            ),
-            "mobilenet_v2": Model(lambda: make.torchvision("mobilenet_v2", 160), "torchvision"),
-            "resnext50": Model(lambda: make.torchvision("resnext50_32x4d", 96), "torchvision"),
+            "mobilenet_v3": Model(lambda: make.torchvision("mobilenet_v3_small", 224), VISION),
+            "mobilenet_v2": Model(lambda: make.torchvision("mobilenet_v2", 160), VISION),
+            "resnext50": Model(lambda: make.torchvision("resnext50_32x4d", 96), VISION),
         },
     ),
     Case(
         f"{TP} 495, 439, 461, 527",
         "Qwen2 to 3: grouped queries, norms of q and k; the file loads again",
         {
-            "qwen2": Model(lambda: make.language("qwen2"), "transformers, four queries to a key"),
+            "qwen2": Model(QWEN2, "transformers, four queries to a key"),
             "qwen2_even": Model(
-                lambda: make.language("qwen2"),
-                "transformers, half of each axis, heads keep their size",
-                evenly=True,
-                exclude=("*.head_dim",),
+                QWEN2, "transformers, half of each axis, heads keep their size",
+                evenly=True, exclude=("*.head_dim",),
             ),
             "qwen3": Model(
                 lambda: make.language("qwen3"), "transformers, four queries to a key", "beside_8b"
             ),
         },
     ),
-    Case(
-        f"{TP} 468",
-        "a LLaMA at half the width: nothing is left of its quality",
-        {
-            "llama": Model(
-                lambda: make.language("llama", **SMALL),
-                "transformers, learned under params=0.27",
-                "learned",
-            )
-        },
-    ),
+    Case(f"{TP} 468", "a LLaMA at half the width: nothing is left of its quality", {
+        "llama": Model(
+            lambda: make.language("llama", **SMALL),
+            "transformers, learned under params=0.27", "learned",
+        ),
+    }),
     Case(
         f"{NNCF} 851, 1057, 1038",
         "YOLOv5s: export and network disagree; a 3D U-Net, whose InstanceNorms keep 128 "
@@ -185,24 +150,17 @@ CASES = (
             "fastspeech2": Model(make.fast_speech, "transformers' FastSpeech2Conformer"),
             "resnet18_ddp": Model(
                 make.resnet18,
-                "torchvision, CIFAR's size, learned by two processes under macs=0.3",
-                "in_ddp",
+                "torchvision, CIFAR's size, learned by two processes under macs=0.3", "in_ddp",
             ),
             "yolov8n_restored": Model(
                 lambda: make.yolo("yolov8n.yaml"), "ultralytics, `yolov8n.yaml`", "restored"
             ),
         },
     ),
-    Case(
-        f"{TP} 38",
-        "the pruned network is not faster",
-        {
-            "mobilenet_v2_fast": Model(
-                lambda: make.torchvision("mobilenet_v2", 224),
-                "torchvision, widths by 16",
-                round_to=16,
-            )
-        },
-    ),
-)
+    Case(f"{TP} 38", "the pruned network is not faster", {
+        "mobilenet_v2_fast": Model(
+            lambda: make.torchvision("mobilenet_v2", 224), "torchvision, widths by 16", round_to=16
+        ),
+    }),
+)  # fmt: skip
 MODELS = {name: model for case in CASES for name, model in case.models.items()}

@@ -1,63 +1,34 @@
-"""The documentation page of ``benchmarks.threads``."""
+"""The documentation page of ``benchmarks.threads``: its words are kept, its tables made anew."""
 
 from __future__ import annotations
 
 from benchmarks import reports_page
 from benchmarks.isolation import ROOT, Row, rows
+from benchmarks.runner import lines
 from benchmarks.threads import CASES, Case
 
-HEAD = """# Fifteen cases on which users of other tools failed
-
-Threads in the trackers of Torch-Pruning, OTO (only_train_once), NNCF and ModelOpt, by number,
-in which users tell where those tools failed; and what l0prune does with the same kind of network.
-Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --page docs/threads.md`.
-[A second table](#fourteen-more-reports) has reports of eight projects, from 2023 to 2026.
-
-Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
-written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
-otherwise, half of the gates are closed at random (seed 0), and the widths that stay are multiples
-of 8, as `round_to=8` makes them.
-
-- *can be cut*: the share of the MACs that some axis reaches. *params*, *MACs*: what is left.
-- *float64*: the largest difference between the gated and the exported model, relative to the
-  output's scale. *ONNX*: that between the gated model and ONNX Runtime, in float32.
-- *class*: the exported model is of its own class (*yes*), with some cut *layers* in it, or the
-  captured *graph*.
-- *loaded by*: what has loaded its files again, as little of l0prune as possible. *transformers* is
-  its own `from_pretrained`. The loaded model gives the same outputs on another input.
-- *times as fast*: the median of the ratios of CPU time, uncut to cut, on one thread: in ONNX
-  Runtime (*ORT*) and in PyTorch (*eager*), both run by turns on the example.
-
-A case passes if all its networks are exact, of their own class, equal in ONNX and after loading,
-and faster where they run (ONNX Runtime; PyTorch for what is captured in parts, which is a file for
-each part).
-"""
 EXACT, SAME = 1e-10, 1e-6
+COLUMNS = (
+    "network | can be cut | params | MACs | float64 | class | ONNX | loaded by | "
+    "times as fast: ORT | eager"
+)
 
 
 def page() -> str:
     """The whole page."""
     found = {row["model"]: row for row in rows(ROOT / "runs" / "coverage-threads.jsonl")}
     passed = sum(all(passes(found.get(name, {})) for name in case.models) for case in CASES)
-    parts = [HEAD, f"**{passed} of {len(CASES)} cases pass.**\n"]
-    for number, case in enumerate(CASES, start=1):
-        parts.append(_case(number, case, found))
-    return "\n".join([*parts, reports_page.section()])
+    cases = (_case(number, case, found) for number, case in enumerate(CASES, start=1))
+    verdict = f"**{passed} of {len(CASES)} cases pass.**\n"
+    return "\n".join([reports_page.words(), verdict, *cases, reports_page.section()])
 
 
 def _case(number: int, case: Case, found: dict[str, Row]) -> str:
-    lines = [
-        f"## {number}. {case.situation[0].upper()}{case.situation[1:]}\n",
-        f"{case.threads}.\n",
-    ]
-    columns = ["network", "can be cut", "params", "MACs", "float64", "class", "ONNX", "loaded by"]
-    columns += ["times as fast: ORT", "eager"]
-    lines += [_line(columns), "|" + "---|" * len(columns)]
-    for name, model in case.models.items():
-        row = found.get(name, {})
-        lines.append(_line([f"{name} ({model.what})", *_cells(row)]))
+    title = f"## {number}. {case.situation[0].upper()}{case.situation[1:]}\n\n{case.threads}.\n"
+    models = case.models.items()
+    cells = ([f"{name} ({of.what})", *_cells(found.get(name, {}))] for name, of in models)
     notes = [note for name in case.models for note in _notes(name, found.get(name, {}))]
-    return "\n".join([*lines, "", *notes]) + ("\n" if notes else "")
+    return "\n".join([title, *lines(COLUMNS, cells), "", *notes]) + ("\n" if notes else "")
 
 
 def _cells(row: Row) -> list[str]:
@@ -71,7 +42,7 @@ def _cells(row: Row) -> list[str]:
         row["class"],
         f"{row['onnx']:.0e}",
         row["reloaded"],
-        f"{row['ort_times']}" if "ort_times" in row else "-",
+        f"{row.get('ort_times', '-')}",
         f"{row['eager_times']}",
     ]
 
@@ -81,23 +52,21 @@ def _notes(name: str, row: Row) -> list[str]:
     notes = []
     if "losses" in row:
         losses = ", ".join(f"{what} {loss:.3f}" for what, loss in row["losses"].items())
-        notes.append(f"- {name}: loss on texts that it has not seen: {losses}.")
+        notes.append(f"loss on texts that it has not seen: {losses}.")
     if "processes_apart" in row:
-        notes.append(f"- {name}: the two processes end {row['processes_apart']:.0e} apart.")
+        notes.append(f"the two processes end {row['processes_apart']:.0e} apart.")
     if "restored_error" in row:
         apart = f"{row['restored_error']:.0e}"
-        notes.append(f"- {name}: a fresh network with its gated checkpoint is {apart} apart.")
+        notes.append(f"a fresh network with its gated checkpoint is {apart} apart.")
     if "large_s" in row:
         notes.append(
-            f"- {name}: the survey of Qwen3-8B ({row['large_params']:,} parameters, no values) "
+            f"the survey of Qwen3-8B ({row['large_params']:,} parameters, no values) "
             f"takes {row['large_s']} s, and its axes reach {row['large_share']:.1%} of them."
         )
     if row.get("parts", 1) > 1:
-        notes.append(f"- {name}: captured in {row['parts']} parts.")
-    for what in ("refused", "crash"):
-        if what in row:
-            notes.append(f"- {name}: {row[what].splitlines()[0][:300]}")
-    return notes
+        notes.append(f"captured in {row['parts']} parts.")
+    notes += [row[what].splitlines()[0][:300] for what in ("refused", "crash") if what in row]
+    return [f"- {name}: {note}" for note in notes]
 
 
 def passes(row: Row) -> bool:
@@ -119,7 +88,3 @@ def summary(row: Row) -> str:
     verdict = "passes" if passes(row) else "fails"
     what = ", ".join(_cells(row)) + "".join(f"\n    {note}" for note in _notes(row["model"], row))
     return f"{row['model']:20} {verdict}: {what}"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -9,29 +9,38 @@ ignored, heads as its examples have them. Weights and BatchNorm statistics are a
 (``benchmarks.scramble``), without gates.
 
 Nothing of what it says about its groups is believed: each cut of a parameter is recorded as it is
-made, and ``benchmarks.masked`` compares.
+made. In a copy of the original every element that was cut is zero, and the two must compute the
+same. They differ if positions that belong together were cut apart, and also where a channel that is
+zero is not the same as none (LayerNorm, a mean, a scale by the head's width): then there is no mask
+that the cut stands for.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
+import dataclasses
 import importlib.metadata
 import importlib.util
 import operator
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row, parser_of
-from benchmarks.masked import Kept, errors, onnx_error, shapes_of, zeroed
+from benchmarks import zoo
+from benchmarks.isolation import ROOT, Row
+from benchmarks.runner import ALONE, One, alone, options
 from benchmarks.scramble import Example, randomise, settle_statistics
+from l0prune.capture.example_inputs import tensors_in
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.dtypes import InOneDtype, cast
+from l0prune.exporting.certify.inputs import fresh_inputs
+from l0prune.exporting.onnx.file import Session
 
-LIMIT = 120
+Kept = dict[str, list[Tensor]]  # by parameter: the positions that are left, in each dimension
 
 
 def steps(which: str, name: str, limit: int) -> Iterator[Row]:
@@ -164,6 +173,82 @@ def _parts(name: str, model: nn.Module) -> list[nn.Module]:
     return [part for part in found if part is not None]
 
 
+def output_of(model: nn.Module, example: Example) -> list[Tensor]:
+    """All tensors that a model returns."""
+    args, kwargs = example
+    with torch.no_grad():
+        result = model(*args, **kwargs)
+    result = vars(result) if dataclasses.is_dataclass(result) else result
+    return tensors_in(result)
+
+
+def shapes_of(model: nn.Module, example: Example) -> list[tuple[int, ...]]:
+    """Of all outputs; of a detector's, which are as many as it found, without that number."""
+    counted = any(isinstance(given, list) for given in example[0])
+    return [tuple(out.shape[1:] if counted else out.shape) for out in output_of(model, example)]
+
+
+def zeroed(original: nn.Module, kept: Kept) -> nn.Module:
+    """Every element that was cut is zero; tied weights come apart where they were cut apart."""
+    for name, left in kept.items():
+        path, _, leaf = name.rpartition(".")
+        module = original.get_submodule(path)
+        weight = getattr(module, leaf).detach().clone()
+        for dim, index in enumerate(left):
+            dead = torch.ones(weight.shape[dim], dtype=torch.bool).index_fill(0, index, False)
+            weight.index_fill_(dim, dead.nonzero().flatten(), 0)
+        setattr(module, leaf, nn.Parameter(weight))
+    return original
+
+
+def errors(masked: nn.Module, pruned: nn.Module, kept: Kept, example: Example) -> Iterator[Row]:
+    """In float64, relative to how far another input moves the output."""
+    masked.double()
+    pruned.double()
+    batch = tensors_in(example)[0].shape[0]
+    given, other = (cast(e, torch.float64) for e in (example, fresh_inputs(example, batch, 1)))
+    with InOneDtype(torch.float64):
+        expected, found = output_of(masked, given), output_of(pruned, given)
+        signal = difference(expected, output_of(masked, other))
+        yield {"signal": signal}
+        if signal < 1e-12:
+            return  # equal or not, it would prove nothing
+        exact = difference(expected, found) / min(signal, 1)
+        yield {"exact": exact, "norms": exact}
+        norms = [
+            (name, norm)
+            for name, norm in masked.named_modules()
+            if isinstance(norm, nn.LayerNorm | nn.GroupNorm) and f"{name}.weight" in kept
+        ]
+        for name, norm in norms:
+            hook = _of_kept(pruned.get_submodule(name), kept[f"{name}.weight"][-1])
+            norm.register_forward_hook(hook)
+        if norms:
+            yield {"norms": difference(output_of(masked, given), found) / min(signal, 1)}
+
+
+def _of_kept(norm: nn.Module, kept: Tensor) -> Any:
+    """A hook: the norm of the channels that were kept, zero elsewhere."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        is_first = getattr(module, "data_format", None) == "channels_first"
+        is_image = isinstance(module, nn.GroupNorm) or type(module).__name__ == "LayerNorm2d"
+        dim = 1 if is_first or is_image else -1
+        part = norm(args[0].index_select(dim, kept))
+        return torch.zeros_like(output).index_copy_(dim, kept, part)
+
+    return hook
+
+
+def onnx_error(model: nn.Module, example: Example) -> float:
+    """The difference between PyTorch and ONNX Runtime in float32."""
+    args, kwargs = example
+    made = torch.onnx.export(model, args, kwargs=kwargs, dynamo=True, verbose=False)
+    assert made is not None
+    run = Session(made.model_proto.SerializeToString())
+    return difference(output_of(model, example), run(tensors_in(example)))
+
+
 def summary(row: Row) -> str:
     """One line for the terminal."""
     what = " ".join(f"{k} {row[k]}" for k in ("params_removed", "seconds", "peak_mib") if k in row)
@@ -173,24 +258,12 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--zoo", choices=zoo.ZOOS)
-    parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="CPU seconds for one model")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.one:
-        which, _, name = options.one.partition(":")
-        isolation.measure(name, steps(which, name, options.limit))
-        return
+    limit = (120, "CPU seconds for one model")
+    given = options(__doc__, **ALONE | {"limit": limit, "zoo": One(zoo.ZOOS)})
     if importlib.util.find_spec("torch_pruning") is None:
-        parser.error("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
-    if not options.zoo:
-        parser.error("which --zoo?")
-    path = ROOT / "runs" / f"torch-pruning-{options.zoo}.jsonl"
-    names = options.models or isolation.missing(path, zoo.names(options.zoo))
-    isolation.run("benchmarks.torch_pruning", path, options.zoo, names, options.limit, summary)
+        raise SystemExit("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
+    path = ROOT / "runs" / f"torch-pruning-{given.zoo}.jsonl"
+    alone(given, "torch_pruning", path, partial(steps, limit=given.limit), summary)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import l0prune
-from benchmarks.isolation import parser_of
 from benchmarks.language import documents, smollm2, spread
+from benchmarks.runner import options, table
 from l0prune.data.text import tokenizer_of
 from l0prune.features.vocabulary.cut_tokenizer import backend_of
 
@@ -97,21 +97,23 @@ def print_table(given: argparse.Namespace) -> None:
     texts = [text[:2000] for text in others[:: max(1, len(others) // 16)]]
     before, long_before = bits_per_byte(whole, tokenizer, texts)
     after, long_after = bits_per_byte(result.model, result.tokenizer, texts)
-    print("| | whole | kept logits | cut |\n|---|---|---|---|")
-    print(f"| tokens | {len(result.tokens):,} | {len(kept):,} | {len(kept):,} |")
-    print(f"| parameters | {result.params_before:,} | | {result.params:,} |")
-    print(f"| perplexity, covered text | {dense:.6f} | {of_kept:.6f} | {cut:.6f} |")
-    print(f"| logits, difference over the largest | | | {error:.1e} |")
-    print(f"| bits per byte, any text | {before:.4f} | | {after:.4f} |")
-    print(f"| bytes per token, any text | {long_before:.3f} | | {long_after:.3f} |")
+    rows = [
+        ("tokens", f"{len(result.tokens):,}", f"{len(kept):,}", f"{len(kept):,}"),
+        ("parameters", f"{result.params_before:,}", "", f"{result.params:,}"),
+        ("perplexity, covered text", f"{dense:.6f}", f"{of_kept:.6f}", f"{cut:.6f}"),
+        ("logits, difference over the largest", "", "", f"{error:.1e}"),
+        ("bits per byte, any text", f"{before:.4f}", "", f"{after:.4f}"),
+        ("bytes per token, any text", f"{long_before:.3f}", "", f"{long_after:.3f}"),
+    ]
+    table(" | whole | kept logits | cut", rows)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--size", type=int, default=8192, help="tokens that stay")
-    parser.add_argument("--window", type=int, default=64, help="tokens of a covered stretch")
-    parser.add_argument("--windows", type=int, default=96, help="covered stretches to test on")
-    print_table(parser.parse_args())
+    given = options(
+        __doc__, threads=None, size=(8192, "tokens that stay"),
+        window=(64, "tokens of a covered stretch"), windows=(96, "covered stretches to test on"),
+    )  # fmt: skip
+    print_table(given)
 
 
 if __name__ == "__main__":

@@ -62,21 +62,10 @@ class Job:
 
     def settings(self, phase: str, epochs: int, **others: Any) -> dict[str, Any]:
         """Of training for one phase."""
-        common = {
-            "epochs": epochs,
-            "batch_size": BATCH,
-            **self.optimizer,
-            "schedule": "cosine",
-            "augment": True,
-            "seed": self.seed,
-            "device": self.device,
-            "autocast": self.autocast,
-            "distill": self.distill,
-            "teacher": self.teacher,
-            "out": self.folder / phase,
-            "resume": True,
-            "progress": False,
-        }
+        own = ("seed", "device", "autocast", "distill", "teacher")
+        common = {"epochs": epochs, "batch_size": BATCH, "schedule": "cosine", "augment": True}
+        common |= {name: getattr(self, name) for name in own} | dict(self.optimizer)
+        common |= {"out": self.folder / phase, "resume": True, "progress": False}
         return common | others
 
     def example(self) -> Tensor:

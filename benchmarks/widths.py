@@ -19,25 +19,26 @@ per model (``benchmarks.isolation``); rows are in ``runs/widths-ZOO.jsonl`` and
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from math import floor
 
 import torch
 
 import l0prune
 from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row, parser_of
+from benchmarks.isolation import ROOT, Row
+from benchmarks.runner import ALONE, One, alone, options
 from l0prune.exporting.certify.certificate import MODEL
 from l0prune.exporting.certify.difference import difference
 from l0prune.plan.branch import KIND
 from l0prune.plan.switches import switches_of
 
 
-def steps(which: str, name: str, width: float, is_exported: bool) -> Iterator[Row]:
+def steps(which: str, name: str, *, width: float, is_exported: bool) -> Iterator[Row]:
     """One model, step by step."""
     model, (args, kwargs) = zoo.build(which, name)
     yield {"step": "gate"}
@@ -73,7 +74,7 @@ def steps(which: str, name: str, width: float, is_exported: bool) -> Iterator[Ro
         }
 
 
-def loading_steps(which: str, name: str, uniform: bool) -> Iterator[Row]:
+def loading_steps(which: str, name: str, *, uniform: bool) -> Iterator[Row]:
     """One model of transformers that is cut so that transformers loads it by itself."""
     import transformers
 
@@ -123,39 +124,24 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--zoo", choices=zoo.ZOOS, default="torchvision")
-    parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
-    parser.add_argument("--width", type=float, default=0.5, help="share of each axis, at most 1")
-    parser.add_argument("--export", action="store_true", help="compare what is cut, too")
-    parser.add_argument("--loadable", action="store_true", help="see above")
-    parser.add_argument("--uniform", action="store_true", help="with --loadable: one share")
-    parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.one:
-        which, _, name = options.one.partition(":")
-        rows = steps(which, name, options.width, options.export)
-        isolation.measure(
-            name, loading_steps(which, name, options.uniform) if options.loadable else rows
-        )
-        return
-    if options.loadable:
-        also = ["--loadable", *(["--uniform"] if options.uniform else [])]
-        path = ROOT / "runs" / f"loadable-{options.zoo}{'-uniform' * options.uniform}.jsonl"
-        wanted = options.models or isolation.missing(path, zoo.names(options.zoo))
-        isolation.run(
-            "benchmarks.widths", path, options.zoo, wanted, options.limit, loading_summary, also
-        )
-        found = isolation.rows(path)
+    given = options(
+        __doc__, zoo=One(zoo.ZOOS), width=(0.5, "share of each axis, at most 1"), **ALONE,
+        export=(False, "compare what is cut, too"), loadable=(False, "see above"),
+        uniform=(False, "with --loadable: one share"),
+    )  # fmt: skip
+    kind = "loadable" if given.loadable else "widths"
+    end = "-uniform" * (given.loadable and given.uniform)
+    path = ROOT / "runs" / f"{kind}-{given.zoo}{end}.jsonl"
+    also = [f"--{name}" for name in ("loadable", "uniform", "export") if getattr(given, name)]
+    also += ["--width", f"{given.width:g}"]
+    if given.loadable:
+        measured, said = partial(loading_steps, uniform=given.uniform), loading_summary
+    else:
+        measured, said = partial(steps, width=given.width, is_exported=given.export), summary
+    found = alone(given, "widths", path, measured, said, also)
+    if given.loadable:
         print(f"{sum('loaded' in row for row in found)} of {len(found)} models loaded")
         return
-    path = ROOT / "runs" / f"widths-{options.zoo}.jsonl"
-    also = ["--width", f"{options.width:g}", *(["--export"] if options.export else [])]
-    wanted = options.models or isolation.missing(path, zoo.names(options.zoo))
-    isolation.run("benchmarks.widths", path, options.zoo, wanted, options.limit, summary, also)
-    found = isolation.rows(path)
     good = [row for row in found if "asked" in row and "crash" not in row and "refused" not in row]
     axes, asked = (sum(row[name] for row in good) for name in ("axes", "asked"))
     missed = sum(len(row["missed"]) for row in good)

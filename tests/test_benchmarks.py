@@ -22,7 +22,7 @@ def test_a_benchmark_begins_and_says_its_options(name, monkeypatch, capsys):
         if error.name.partition(".")[0] in ("l0prune", "benchmarks"):
             raise
         pytest.skip(f"{name} is about {error.name}, which is not installed")
-    has_options = re.search(r"(parser_of|ArgumentParser|\.parse_args)\(", SOURCES[name])
+    has_options = re.search(r"(parser_of|ArgumentParser|\.parse_args|options)\(", SOURCES[name])
     if not hasattr(module, "main") or not has_options:
         return
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", "--help"])

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from families import FAMILIES
 from torch import nn
 
 import l0prune
 from benchmarks import zoo
-from benchmarks.exactness import FAMILIES
 from tests.disturbances import answer, changes, state_of
 
 # One module of timm for each kind of network.

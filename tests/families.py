@@ -1,20 +1,16 @@
-"""Exactness of the export on torchvision's families: gated against dense and ONNX Runtime.
-
-    python -m benchmarks.exactness [family …]
+"""Exactness of the export on torchvision's families: what is measured of one network.
 
 Weights are random, BatchNorm statistics and all biases are made non-trivial, and half of the gates
-are closed at random while the open ones take fractional values. Printed for each family: the
-largest error of the dense model in float64 and float32 and of the ONNX file, each relative to the
-output's scale, and the parameters: before, as the plan predicts them for these gates, and as they
-are found in the dense module and in the ONNX file (which folds BatchNorm into a convolution right
-before it, and elsewhere stores its statistics, too).
+are closed at random while the open ones take fractional values. A result has the largest error of
+the dense model in float64 and float32 and of the ONNX file, each relative to the output's scale,
+and the parameters: before, as the plan predicts them for these gates, and as they are found in the
+dense module and in the ONNX file (which folds BatchNorm into a convolution right before it, and
+elsewhere stores its statistics, too).
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +23,6 @@ from torch.fx import Node
 
 import l0prune
 from benchmarks.scramble import scramble
-from l0prune.errors import CertificateError
 from l0prune.exporting.certify.certificate import MODEL
 from l0prune.plan.cost import CostModel
 
@@ -69,7 +64,12 @@ class Result:
     stored: int  # numbers that meet the input: parameters, buffers, and what follows from them
     in_file: int
     signal: float  # how much the output varies with the input, relative to its scale
-    seconds: float
+
+    def __str__(self) -> str:
+        errors = (self.float64, self.float32, self.onnx, self.allowed)
+        counts = (self.before, self.predicted, self.found, self.in_file)
+        cells = (*(f"{each:.1e}" for each in errors), *(f"{each:,}" for each in counts))
+        return f"| {' | '.join((self.name, *cells))} |"
 
 
 def build(name: str, side: int) -> tuple[nn.Module, Tensor]:
@@ -81,7 +81,6 @@ def build(name: str, side: int) -> tuple[nn.Module, Tensor]:
 
 def measure(name: str, side: int, seed: int = 0) -> Result:
     """Gate, close, export and compare one model; its ONNX file is written and read again."""
-    start = time.perf_counter()
     torch.manual_seed(seed)
     model, images = build(name, side)
     scramble(model, ((images,), {}), seed)
@@ -105,7 +104,6 @@ def measure(name: str, side: int, seed: int = 0) -> Result:
         stored=stored_by(small.program),
         in_file=in_file,
         signal=float((first - second).abs().max() / first.abs().max()),
-        seconds=time.perf_counter() - start,
     )
 
 
@@ -145,30 +143,3 @@ def stored_by(program: ExportedProgram) -> int:
     ]
     values = [n.meta["val"] for n in meeting]
     return sum(v.numel() for v in values if isinstance(v, Tensor) and v.is_floating_point())
-
-
-def main(names: list[str]) -> None:
-    """Print one row per model, as a Markdown table."""
-    known = {name: side for family in FAMILIES.values() for name, side in family}
-    print(
-        "| model | float64 | float32 | ONNX | allowed | before | predicted | found | file "
-        "| seconds |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    for name in names or known:
-        try:
-            r = measure(name, known[name])
-        except CertificateError as error:  # the table says so, and the other models still count
-            figures = "; ".join(line.strip() for line in str(error).splitlines()[1:-1])
-            print(f"| {name} | refused: {figures} |", flush=True)
-            continue
-        print(
-            f"| {r.name} | {r.float64:.1e} | {r.float32:.1e} | {r.onnx:.1e} | {r.allowed:.1e} "
-            f"| {r.before:,} | "
-            f"{r.predicted:,} | {r.found:,} | {r.in_file:,} | {r.seconds:.0f} |",
-            flush=True,
-        )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
