@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from weakref import ReferenceType
 
 import torch
@@ -49,7 +50,8 @@ def rounding_in(
     with suppress(Exception):  # each runtime has its own
         for whole, plain, given in _runs(model, inputs) if model is not None else ():
             with suppress(Exception):
-                return _rounding_on(run, whole, plain, given)
+                found = _rounding_on(run, whole, plain, given)
+                return replace(found, is_other=whole is plain)
     return RuntimeRounding()
 
 

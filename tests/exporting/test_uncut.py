@@ -6,7 +6,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.certificate import RuntimeRounding
+from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.certificate import RuntimeRounding, compare_run
 from l0prune.exporting.onnx import file, writing
 from l0prune.exporting.uncut import rounding_in
 
@@ -108,6 +109,25 @@ def test_a_model_without_gates_is_the_uncut_network(gated, small):
         off = dense(*inputs[0]) + 1
     found = rounding_in(lambda program, inputs: [off], piece.original, inputs)
     assert found.errors == pytest.approx([1], rel=1e-5)
+    assert found.is_other
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_roundings_of_two_networks_add(is_other):
+    """Those of one network in torch and in a runtime do not: both are the same numbers' rounding."""
+    exact = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    own, runtime = 2e-5, 3e-5
+    inputs = ((torch.zeros(1, 2),), {})
+    answer = Answer(inputs, [exact], [exact.float() + own], scales=(1.0,))
+    found = RuntimeRounding([runtime], [1.0], is_other)
+    most = 2 * (own + runtime) if is_other else 2 * runtime
+
+    def compared(off):
+        return compare_run("onnx", answer, [answer.single[0] + off], own=lambda _: found)
+
+    check = compared(0.9 * most)
+    assert check.tolerance == pytest.approx(most, rel=0.01)
+    assert check.passed and not compared(1.1 * most).passed
 
 
 def test_without_the_model_it_is_unknown(small):
