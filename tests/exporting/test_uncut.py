@@ -114,7 +114,7 @@ def test_a_model_without_gates_is_the_uncut_network(gated, small):
 
 @pytest.mark.parametrize("is_other", [True, False])
 def test_roundings_of_two_networks_add(is_other):
-    """Those of one network in torch and in a runtime do not: both are the same numbers' rounding."""
+    """Those of one network in torch and in a runtime do not: they are of the same numbers."""
     exact = torch.tensor([1.0, 0.5], dtype=torch.float64)
     own, runtime = 2e-5, 3e-5
     inputs = ((torch.zeros(1, 2),), {})
@@ -127,7 +127,8 @@ def test_roundings_of_two_networks_add(is_other):
 
     check = compared(0.9 * most)
     assert check.tolerance == pytest.approx(most, rel=0.01)
-    assert check.passed and not compared(1.1 * most).passed
+    assert check.passed
+    assert not compared(1.1 * most).passed
 
 
 def test_without_the_model_it_is_unknown(small):
