@@ -25,7 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, proxy
+from torch.fx import GraphModule, Node, proxy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
@@ -249,6 +249,38 @@ def one_onnx_registry() -> Iterator[None]:
     registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
     made = staticmethod(_once(registry.from_torchlib))
     with replaced(registry, "from_torchlib", made):
+        yield
+
+
+@contextmanager
+def quick_promotion() -> Iterator[None]:
+    """Spare the ONNX exporter's pass of type promotion nodes that it leaves as they are.
+
+    The pass runs each operator again on fake tensors: a tenth of the time of a file. Without a rule
+    for the operator, or with tensors of one dtype of floats alone, its value is known.
+    """
+    try:
+        passes = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
+        interpreter, rule_of = passes._TypePromotionInterpreter, passes.get_type_promotion_rule
+    except (AttributeError, ImportError):  # another torch
+        yield
+        return
+    whole = interpreter.run_node
+
+    def run_node(self: Any, node: Node) -> Any:
+        value = node.meta.get("val")
+        if node.op == "call_function" and value is not None:
+            numbers = (int, float, complex)
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            dtypes = {getattr(self.env.get(each), "dtype", None) for each in node.all_input_nodes}
+            are_alike = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+            if are_alike and not any(isinstance(leaf, numbers) for leaf in leaves):
+                return value
+            if not rule_of(node, self.type_promotion_table):
+                return value
+        return whole(self, node)
+
+    with replaced(interpreter, "run_node", run_node):
         yield
 
 

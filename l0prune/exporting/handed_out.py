@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from l0prune.capture.example_inputs import examples_given
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import output_of
+from l0prune.exporting.certify.counting import MacsCounter
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent, placed
 from l0prune.gating.bank import Gates
@@ -90,12 +89,12 @@ def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
 
 def run_counted(module: nn.Module, example: Inputs, device: torch.device) -> tuple[Any, float]:
     """Run a module in float32 on a device; return its output and its MACs for one example."""
-    with FlopCounterMode(display=False) as counter:
+    with MacsCounter() as counter:
         try:
             answer = output_of(placed(lent(module, _SINGLE), device).eval(), example, _SINGLE)
         except CertificateError:
             return None, 0.0
-    return answer, counter.get_total_flops() / 2 / examples_given(example)
+    return answer, counter.for_one(example)
 
 
 def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -232,6 +233,38 @@ def test_the_exporter_gets_its_operators_where_they_are_kept(program, monkeypatc
         assert len(asked) == 1
     registry.from_torchlib()
     assert len(asked) == 2
+
+
+class Promoting(nn.Module):
+    """Integers and numbers beside floats, and a layer that needs no promotion."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        places = torch.arange(4)
+        return self.layer(x).relu() + x * 2 + x / places.add(1) + places.div(3).pow(2)
+
+
+def test_promotion_is_as_it_was_and_looks_at_fewer_nodes(monkeypatch):
+    given = torch.export.export(Promoting().eval(), (torch.randn(2, 4),), strict=False)
+    run, seen, files = torch.fx.Interpreter.run_node, [], []
+    monkeypatch.setattr(
+        torch.fx.Interpreter, "run_node", lambda self, node: [seen.append(node), run(self, node)][1]
+    )
+    for context in (contextlib.nullcontext(), compat.quick_promotion()):
+        seen.clear()
+        with compat.one_onnx_registry(), context:
+            made = torch.onnx.export(given, dynamo=True, verbose=False, optimize=False)
+        values = [
+            value.const_value.numpy().tolist() for value in made.model.graph.initializers.values()
+        ]
+        files.append(([str(node) for node in made.model.graph], values, len(seen)))
+    (nodes, values, every), (quick_nodes, quick_values, some) = files
+    assert (nodes, values) == (quick_nodes, quick_values)
+    assert any("Cast" in node for node in nodes)
+    assert some < every
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():

@@ -47,6 +47,32 @@ def build():
     return nn.Sequential(Mixer(5, 8), nn.ReLU(), Mixer(8, 3)).eval()
 
 
+class Attends(nn.Module):
+    """Attention in one operator, which torch's counter does not know on a CPU, as a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.mixed(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_what_the_gated_network_takes_is_counted_on_a_run_that_is_made_anyway(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attends(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    x = torch.randn(2, 5, 8)
+    l0prune.gate(model, x)
+    close_some(model)
+    for again in ("surveyed", "run_counted"):  # a capture, a forward
+        monkeypatch.delattr(f"l0prune.exporting.write.{again}")
+    small = l0prune.export(model)
+    products = 2 * 2 * 5 * 5 * 4  # heads, queries by keys and mixed values, of 4 numbers
+    assert small.macs_before == 5 * (8 * 24 + 8 * 8 + 8 * 6 + 6 * 2) + products
+
+
 def without_branches(model, x):
     l0prune.gate(model, x)
     gates = l0prune.gates(model)

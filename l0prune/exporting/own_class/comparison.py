@@ -35,7 +35,8 @@ from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of
 
 # Sums have another order with a cache than without one.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+EXACT = 1e-6
+_ROUNDING = {torch.float64: EXACT, torch.float32: 1e-3}
 CACHES = ("cache", "past_key_values")  # the name depends on the version of transformers
 _MASK = "attention_mask"
 TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
@@ -279,8 +280,11 @@ class Expected:
         except Exception as error:
             return cls(None, in_a_line(error))
 
-    def fault_of(self, module: nn.Module) -> str:
-        """Return why the resized module is wrong in training; empty if right, or not comparable."""
+    def fault_of(self, module: nn.Module, allowed: float | None = None) -> str:
+        """Return why the resized module is wrong in training; empty if right, or not comparable.
+
+        Errors of up to ``allowed`` are rounding; by default what the dtype rounds.
+        """
         if self.of is None:
             return ""
         try:
@@ -291,7 +295,7 @@ class Expected:
             return "its output has another shape at these sizes"
         if not self.is_gated or not found.draws.is_like(self.of.draws):
             return ""
-        rounding = _ROUNDING[self.of.dtype]
+        rounding = _ROUNDING[self.of.dtype] if allowed is None else allowed
         if difference(self.of.output, found.output) > rounding:
             return "it computes something else there at these sizes"
         for name, tensor in self.of.left.items():
