@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import TorchDispatchMode, pytree, version_of
+from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.example_inputs import call, record, tensors_in
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.provenance import is_within, within
@@ -246,14 +246,15 @@ class InTraining:
             if isinstance(bank, Gates):
                 bank.fixed = True
         given = cast(inputs, dtype, device_of(module))
-        before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
+        before = {name: (tensor, tensor.clone()) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(dtype), SteadyDraws(module, seed=0)
         with muted(), torch.no_grad(), in_exact, steady as draws:
             output = call(again, given)
         left = {}
         for name, tensor in _held(again):
-            was, version = before.get(name, (None, 0))
-            if tensor is not was or version_of(tensor) != version:
+            was, value = before.get(name, (None, tensor))
+            # by its value: a BatchNorm's statistics change without autograd's seeing a write
+            if tensor is not was or not torch.equal(tensor, value):
                 left[name] = tensor.detach()
         return cls(inputs, tensors_in(output), left, draws, dtype)
 
