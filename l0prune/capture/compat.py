@@ -284,6 +284,35 @@ def quick_promotion() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quick_rewrites() -> Iterator[None]:
+    """Spare onnxscript's rewriter the search for patterns of several outputs that cannot match.
+
+    For each node and pattern it collects all nodes of the graph, and tries all of their
+    combinations, before it looks whether the node fits the pattern's first output: the square of
+    the number of nodes.
+    """
+    try:
+        onnx_ir = importlib.import_module("onnx_ir")
+        matcher: Any = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
+        whole, _ = matcher.match, (matcher._init_match, matcher._match_node)
+    except (AttributeError, ImportError):  # another onnxscript
+        yield
+        return
+
+    def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if not self.pattern.has_single_output_node:
+            self._tracer = options.get("tracer")
+            self._graph = graph if isinstance(graph, onnx_ir.Graph) else graph.graph
+            self._init_match(options.get("verbose", 0))
+            if not self._match_node(self.pattern.output_nodes[0], node):
+                return self._match
+        return whole(self, model, graph, node, **options)
+
+    with replaced(matcher, "match", match):
+        yield
+
+
 @cache
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
     return cache(function)

@@ -267,6 +267,31 @@ def test_promotion_is_as_it_was_and_looks_at_fewer_nodes(monkeypatch):
     assert some < every
 
 
+def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
+    import onnx_ir
+    from onnxscript.optimizer import optimize_ir
+    from onnxscript.rewriter import _matcher
+
+    given = torch.export.export(Promoting().eval(), (torch.randn(2, 4),), strict=False)
+    begin, begun, files = _matcher.SimplePatternMatcher._init_match, [], []
+    monkeypatch.setattr(
+        _matcher.SimplePatternMatcher,
+        "_init_match",
+        lambda self, verbose: [begun.append(self), begin(self, verbose)][1],
+    )
+    with compat.one_onnx_registry():
+        made = torch.onnx.export(given, dynamo=True, verbose=False, optimize=False).model_proto
+    for context in (contextlib.nullcontext(), compat.quick_rewrites()):
+        begun.clear()
+        model = onnx_ir.from_proto(made)
+        with context:
+            optimize_ir(model)
+        files.append(([str(node) for node in model.graph], len(begun)))
+    (nodes, every), (quick_nodes, some) = files
+    assert nodes == quick_nodes
+    assert some < every
+
+
 def test_an_attribute_that_torch_lacks_is_not_replaced():
     with compat.replaced(nn.Linear, "no_such_method", None):
         assert not hasattr(nn.Linear, "no_such_method")
