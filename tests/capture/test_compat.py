@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib
+import itertools
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -268,19 +269,28 @@ def test_promotion_is_as_it_was_and_looks_at_fewer_nodes(monkeypatch):
 
 
 def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
+    import onnx
     import onnx_ir
     from onnxscript.optimizer import optimize_ir
     from onnxscript.rewriter import _matcher
 
-    given = torch.export.export(Promoting().eval(), (torch.randn(2, 4),), strict=False)
+    names = [f"v{number}" for number in range(61)]
+    pairs = zip(names, names[1:], itertools.cycle(("Mul", "Relu", "MatMul")), strict=False)
+    nodes = [
+        onnx.helper.make_node(kind, [old, *["c"] * (kind != "Relu")], [new])
+        for old, new, kind in pairs
+    ]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4])
+        for name in (names[0], "c", names[-1])
+    ]
+    made = onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:2], ends[2:]))
     begin, begun, files = _matcher.SimplePatternMatcher._init_match, [], []
     monkeypatch.setattr(
         _matcher.SimplePatternMatcher,
         "_init_match",
         lambda self, verbose: [begun.append(self), begin(self, verbose)][1],
     )
-    with compat.one_onnx_registry():
-        made = torch.onnx.export(given, dynamo=True, verbose=False, optimize=False).model_proto
     for context in (contextlib.nullcontext(), compat.quick_rewrites()):
         begun.clear()
         model = onnx_ir.from_proto(made)
@@ -289,7 +299,7 @@ def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
         files.append(([str(node) for node in model.graph], len(begun)))
     (nodes, every), (quick_nodes, some) = files
     assert nodes == quick_nodes
-    assert some < every
+    assert some < every / 2
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():
