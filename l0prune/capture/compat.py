@@ -284,13 +284,23 @@ def quick_promotion() -> Iterator[None]:
         yield
 
 
+def _has_partner(first: Any, second: Any, node: Any) -> bool:
+    """Return whether another node than the first of a pattern may be its second."""
+    shared = (n for n, value in enumerate(first.inputs) if any(value is v for v in second.inputs))
+    number = next(shared, len(node.inputs))
+    if number >= len(node.inputs) or node.inputs[number] is None:
+        return True
+    kind, users = second.op_identifier(), node.inputs[number].consumers()
+    return any(user is not node and kind in (None, user.op_identifier()) for user in users)
+
+
 @contextmanager
 def quick_rewrites() -> Iterator[None]:
     """Spare onnxscript's rewriter the search for patterns of several outputs that cannot match.
 
-    For each node and pattern it collects all nodes of the graph, and tries all of their
-    combinations, before it looks whether the node fits the pattern's first output: the square of
-    the number of nodes.
+    For each node and pattern it collects all nodes of the graph, and tries all combinations of
+    those of a kind, before it looks whether the node fits the pattern's first output, and whether
+    another one reads what that reads: the square of the number of nodes.
     """
     try:
         onnx_ir = importlib.import_module("onnx_ir")
@@ -302,11 +312,15 @@ def quick_rewrites() -> Iterator[None]:
 
     def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         if not self.pattern.has_single_output_node:
+            outputs, verbose = self.pattern.output_nodes, options.get("verbose", 0)
             self._tracer = options.get("tracer")
             self._graph = graph if isinstance(graph, onnx_ir.Graph) else graph.graph
-            self._init_match(options.get("verbose", 0))
-            if not self._match_node(self.pattern.output_nodes[0], node):
+            self._init_match(verbose)
+            if not self._match_node(outputs[0], node):
                 return self._match
+            if len(outputs) == 2 and not _has_partner(*outputs, node):
+                self._init_match(verbose)
+                return self._multi_match((node, node), options.get("remove_nodes", True))
         return whole(self, model, graph, node, **options)
 
     with replaced(matcher, "match", match):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import importlib
-import itertools
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -274,31 +273,42 @@ def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
     from onnxscript.optimizer import optimize_ir
     from onnxscript.rewriter import _matcher
 
-    names = [f"v{number}" for number in range(61)]
-    pairs = zip(names, names[1:], itertools.cycle(("Mul", "Relu", "MatMul")), strict=False)
-    nodes = [
-        onnx.helper.make_node(kind, [old, *["c"] * (kind != "Relu")], [new])
-        for old, new, kind in pairs
+    starts = [
+        onnx.helper.make_tensor(f"n{n}" if n else "one", onnx.TensorProto.INT64, [1], [value])
+        for n, value in (("0", 0), ("1", 2), ("2", 4), ("", 1))
     ]
-    ends = [
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["y0"])]
+    for n in range(20):  # pairs of slices of one value, of which a split can be made, and others
+        old, ends = f"y{n}", ("n1",) if n % 2 else ("n1", "n2")
+        for part, end in reversed([*enumerate(ends)]):  # onnxscript takes the first that fits
+            given = [old, f"n{part}", end, "one"]
+            nodes.append(onnx.helper.make_node("Slice", given, [f"p{n}.{part}"]))
+        nodes.append(
+            onnx.helper.make_node(
+                "Concat", [f"p{n}.0", f"p{n}.{len(ends) - 1}"], [f"y{n + 1}"], axis=1
+            )
+        )
+    given, result = (
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4])
-        for name in (names[0], "c", names[-1])
-    ]
-    made = onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:2], ends[2:]))
-    begin, begun, files = _matcher.SimplePatternMatcher._init_match, [], []
+        for name in ("x", "y20")
+    )
+    graph = onnx.helper.make_graph(nodes, "slices", [given], [result], starts)
+    made = onnx.helper.make_model(graph)
+    look, looks, files = _matcher.SimplePatternMatcher._multi_match, [], []
     monkeypatch.setattr(
         _matcher.SimplePatternMatcher,
-        "_init_match",
-        lambda self, verbose: [begun.append(self), begin(self, verbose)][1],
+        "_multi_match",
+        lambda self, *given, **how: [looks.append(given), look(self, *given, **how)][1],
     )
     for context in (contextlib.nullcontext(), compat.quick_rewrites()):
-        begun.clear()
+        looks.clear()
         model = onnx_ir.from_proto(made)
         with context:
             optimize_ir(model)
-        files.append(([str(node) for node in model.graph], len(begun)))
+        files.append(([str(node) for node in model.graph], len(looks)))
     (nodes, every), (quick_nodes, some) = files
     assert nodes == quick_nodes
+    assert any("Split" in node for node in nodes)
     assert some < every / 2
 
 
