@@ -318,7 +318,7 @@ def quick_rewrites() -> Iterator[None]:
             self._init_match(verbose)
             if not self._match_node(outputs[0], node):
                 return self._match
-            if len(outputs) == 2 and not _has_partner(*outputs, node):
+            if len(outputs) == 2 and not _has_partner(outputs[0], outputs[1], node):
                 self._init_match(verbose)
                 return self._multi_match((node, node), options.get("remove_nodes", True))
         return whole(self, model, graph, node, **options)

@@ -32,4 +32,5 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def _flops_of_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Return the operations of attention by the shapes of queries, keys and values."""
-    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    flops: int = 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return flops
