@@ -109,6 +109,7 @@ def test_a_fault_of_the_class_is_found_and_the_graph_is_right(fault, monkeypatch
 
 
 @pytest.mark.parametrize("fault", IN_TRAINING)
+@pytest.mark.one_in(3)
 def test_a_fault_of_the_class_in_training_alone_is_said(fault, monkeypatch):
     plant_into_classes(monkeypatch, IN_TRAINING[fault])
     small = l0prune.export(gated())
