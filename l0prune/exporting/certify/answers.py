@@ -22,7 +22,7 @@ from l0prune.capture.model_checks import same_draws
 from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
-from l0prune.exporting.certify.counting import MacsCounter
+from l0prune.exporting.certify.counting import MacsSeen
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
 from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
@@ -166,7 +166,7 @@ def answers_of(
     Raises:
         CertificateError: it cannot be run.
     """
-    counter = MacsCounter()
+    counter = MacsSeen()
     last, names, read = _outputs(model, inputs, dtypes[-1], path, counter)
     exact = last[0] if len(dtypes) == 1 else _outputs(model, inputs[:1], dtypes[0], path)[0][0]
     scales = common_scales([exact, *last[1:]])
@@ -185,7 +185,7 @@ def _outputs(
     inputs: Sequence[Inputs],
     dtype: torch.dtype,
     path: str = "",
-    counter: MacsCounter | None = None,
+    counter: MacsSeen | None = None,
 ) -> tuple[list[list[Any]], list[list[str]], frozenset[str]]:
     """Return the comparable values of each output, names of its tensors, and parameters read.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from l0prune.capture.compat import TorchDispatchMode
 from l0prune.capture.example_inputs import examples_given
 from l0prune.capture.sizes import Inputs
 
@@ -25,6 +27,40 @@ class MacsCounter(FlopCounterMode):
         """Return the multiply-accumulates for one example of these inputs."""
         macs: float = self.get_total_flops() / 2 / examples_given(inputs)
         return macs
+
+
+class MacsSeen(TorchDispatchMode):
+    """Context that counts the same on a run whose result is needed, and changes nothing of it.
+
+    A ``FlopCounterMode`` returns the first branch of each condition. What runs inside of conditions
+    and loops is not counted here.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._formulas, self._flops = MacsCounter().flop_registry, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile run inside, which ``flex_attention`` requires."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator, and add its operations."""
+        result = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            with suppress(Exception):  # a formula for other shapes: then the run counts too little
+                self._flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def for_one(self, inputs: Inputs) -> float:
+        """Return the multiply-accumulates for one example of these inputs."""
+        return self._flops / 2 / examples_given(inputs)
 
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
