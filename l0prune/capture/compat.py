@@ -25,7 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, proxy
+from torch.fx import GraphModule, Node, proxy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
@@ -249,6 +249,81 @@ def one_onnx_registry() -> Iterator[None]:
     registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
     made = staticmethod(_once(registry.from_torchlib, "torchvision" in sys.modules))
     with replaced(registry, "from_torchlib", made):
+        yield
+
+
+@contextmanager
+def quick_promotion() -> Iterator[None]:
+    """Spare the ONNX exporter's pass of type promotion nodes that it leaves as they are.
+
+    The pass runs each operator again on fake tensors: a tenth of the time of a file. Without a rule
+    for the operator, or with tensors of one dtype of floats alone, its value is known.
+    """
+    try:
+        passes = importlib.import_module("torch.onnx._internal.fx.passes.type_promotion")
+        interpreter, rule_of = passes._TypePromotionInterpreter, passes.get_type_promotion_rule
+    except (AttributeError, ImportError):  # another torch
+        yield
+        return
+    whole = interpreter.run_node
+
+    def run_node(self: Any, node: Node) -> Any:
+        value = node.meta.get("val")
+        if node.op == "call_function" and value is not None:
+            numbers = (int, float, complex)
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            dtypes = {getattr(self.env.get(each), "dtype", None) for each in node.all_input_nodes}
+            are_alike = len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+            if are_alike and not any(isinstance(leaf, numbers) for leaf in leaves):
+                return value
+            if not rule_of(node, self.type_promotion_table):
+                return value
+        return whole(self, node)
+
+    with replaced(interpreter, "run_node", run_node):
+        yield
+
+
+def _has_partner(first: Any, second: Any, node: Any) -> bool:
+    """Return whether another node than the first of a pattern may be its second."""
+    shared = (n for n, value in enumerate(first.inputs) if any(value is v for v in second.inputs))
+    number = next(shared, len(node.inputs))
+    if number >= len(node.inputs) or node.inputs[number] is None:
+        return True
+    kind, users = second.op_identifier(), node.inputs[number].consumers()
+    return any(user is not node and kind in (None, user.op_identifier()) for user in users)
+
+
+@contextmanager
+def quick_rewrites() -> Iterator[None]:
+    """Spare onnxscript's rewriter the search for patterns of several outputs that cannot match.
+
+    For each node and pattern it collects all nodes of the graph, and tries all combinations of
+    those of a kind, before it looks whether the node fits the pattern's first output, and whether
+    another one reads what that reads: the square of the number of nodes.
+    """
+    try:
+        onnx_ir = importlib.import_module("onnx_ir")
+        matcher: Any = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
+        whole, _ = matcher.match, (matcher._init_match, matcher._match_node)
+    except (AttributeError, ImportError):  # another onnxscript
+        yield
+        return
+
+    def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if not self.pattern.has_single_output_node:
+            outputs, verbose = self.pattern.output_nodes, options.get("verbose", 0)
+            self._tracer = options.get("tracer")
+            self._graph = graph if isinstance(graph, onnx_ir.Graph) else graph.graph
+            self._init_match(verbose)
+            if not self._match_node(outputs[0], node):
+                return self._match
+            if len(outputs) == 2 and not _has_partner(outputs[0], outputs[1], node):
+                self._init_match(verbose)
+                return self._multi_match((node, node), options.get("remove_nodes", True))
+        return whole(self, model, graph, node, **options)
+
+    with replaced(matcher, "match", match):
         yield
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from l0prune.capture.example_inputs import examples_given
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import output_of
+from l0prune.exporting.certify.counting import MacsCounter
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent, placed
 from l0prune.gating.bank import Gates
@@ -22,6 +22,7 @@ from l0prune.running.device import device_of
 
 _SAME = 1e-6  # of the output's scale in float32: one module run twice
 _SINGLE = torch.float32
+Mark = bytes | Tensor
 
 
 @dataclass(frozen=True)
@@ -30,34 +31,36 @@ class HandedOut:
 
     Attributes:
         example: the inputs that it was run on.
-        tensors: copies of the tensors of its state_dict.
+        sizes: of the tensors of its state_dict.
+        marks: of the values of these tensors.
         answer: its output in float32; None if it could not be run.
         macs: multiply-accumulates of that run for one example, as torch counts them.
         device: on which it was run.
     """
 
     example: Inputs
-    tensors: Mapping[str, Tensor]
+    sizes: Mapping[str, torch.Size]
+    marks: Mapping[str, Mark]
     answer: Any
     macs: float
     device: torch.device
 
     @classmethod
     @stage("running the smaller model")
-    def of(cls, module: nn.Module, example: Inputs, state: Mapping[str, Tensor]) -> HandedOut:
-        """Record a module; ``state`` has known copies of its tensors on the CPU, for reuse."""
+    def of(cls, module: nn.Module, example: Inputs, marks: Mapping[str, Mark]) -> HandedOut:
+        """Record a module; ``marks`` are of its tensors, or empty if they are not known."""
         device = device_of(module)
         answer, macs = run_counted(module, example, device)
-        return cls(example, _snapshot(module, state), answer, macs, device)
+        sizes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+        return cls(example, sizes, marks or marks_of(module), answer, macs, device)
 
     def check_sizes(self, module: nn.Module) -> None:
         """Raise UsageError if names or shapes of the module's tensors differ from the record."""
-        now = module.state_dict()
-        names = [*self.tensors, *(name for name in now if name not in self.tensors)]
-        for name in names:
+        sizes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+        for name in {**self.sizes, **sizes}:
             before, after = (
-                "×".join(map(str, of[name].shape)) or "a number" if name in of else "not there"
-                for of in (self.tensors, now)
+                "×".join(map(str, of[name])) or "a number" if name in of else "not there"
+                for of in (self.sizes, sizes)
             )
             if before != after:
                 raise UsageError(
@@ -69,9 +72,8 @@ class HandedOut:
 
     def has_changed(self, module: nn.Module) -> bool:
         """Return whether the module's tensors or its output differ from the record."""
-        for name, tensor in module.state_dict().items():
-            if not _is_same(tensor.detach().cpu(), self.tensors[name]):
-                return True
+        if not are_marked(module, self.marks):
+            return True
         answer, _ = run_counted(module, self.example, self.device)
         return self.answer is not None and difference(self.answer, answer) > _SAME
 
@@ -90,28 +92,38 @@ def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
 
 def run_counted(module: nn.Module, example: Inputs, device: torch.device) -> tuple[Any, float]:
     """Run a module in float32 on a device; return its output and its MACs for one example."""
-    with FlopCounterMode(display=False) as counter:
+    with MacsCounter() as counter:
         try:
             answer = output_of(placed(lent(module, _SINGLE), device).eval(), example, _SINGLE)
         except CertificateError:
             return None, 0.0
-    return answer, counter.get_total_flops() / 2 / examples_given(example)
+    return answer, counter.for_one(example)
 
 
-def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of a module's tensors, reusing those of ``state`` that are equal."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in module.state_dict().items():
-        known, own = state.get(name), tensor.detach().cpu()
-        is_known = known is not None and _is_same(own, known)
-        found[name] = known if is_known else own.clone()  # type: ignore[assignment]
-    return found
+def marks_of(module: nn.Module) -> dict[str, Mark]:
+    """Return the marks of the tensors of a module's state_dict, by name."""
+    return {name: _mark(tensor) for name, tensor in module.state_dict().items()}
 
 
-def _is_same(some: Tensor, other: Tensor) -> bool:
-    """Check that two tensors have equal dtype, shape and values; nan equals nan."""
-    if (some.dtype, some.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(some, other) or bool(
-        ((some == other) | (some.isnan() & other.isnan())).all()
-    )
+def are_marked(module: nn.Module, marks: Mapping[str, Mark]) -> bool:
+    """Return whether the tensors of these names have the values that had these marks."""
+    state = module.state_dict()
+    return all(_has_mark(state[name], mark) for name, mark in marks.items())
+
+
+def _has_mark(tensor: Tensor, mark: Mark) -> bool:
+    now = _mark(tensor)
+    if isinstance(now, Tensor) and isinstance(mark, Tensor):
+        return torch.equal(now, mark)
+    return type(now) is type(mark) and now == mark
+
+
+def _mark(tensor: Tensor) -> Mark:
+    """Return a digest of a tensor's values; a copy of one that has no plain memory."""
+    own = tensor.detach().cpu()
+    if type(own) is not Tensor or own.layout != torch.strided or own.is_quantized or own.is_meta:
+        return own.clone()
+    plain = own.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    found = hashlib.blake2b(f"{own.dtype} {[*own.shape]}".encode(), digest_size=16)
+    found.update(plain.view(torch.uint8).numpy().data)
+    return found.digest()

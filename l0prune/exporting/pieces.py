@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType
@@ -27,6 +27,7 @@ from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restored
 from l0prune.exporting.certify.free_shapes import shapes_hold
+from l0prune.exporting.handed_out import Mark, are_marked, marks_of
 from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
@@ -114,6 +115,9 @@ class ExportedPart:
         return str(self.batches) if self.dynamic else f"{examples_in(self.answers[0].inputs)} only"
 
 
+_PIECES = "_pieces"
+
+
 @dataclass(frozen=True)
 class Whole:
     """Recipe for the one piece of a model that was captured whole; made on first access.
@@ -127,6 +131,7 @@ class Whole:
         free: sizes requested as free beside the batch.
         why_fixed: why one of them is fixed, if that is known.
         original: the user's gated model.
+        marks: of the module's tensors, if it shares them with the module that the user gets.
     """
 
     module: nn.Module
@@ -137,16 +142,28 @@ class Whole:
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
     original: ReferenceType[nn.Module] | None = None
+    marks: Mapping[str, Mark] = field(default_factory=dict)
 
-    @cached_property
-    @stage("making a program of the smaller model")
+    @property
     def pieces(self) -> tuple[ExportedPart, ...]:
         """The piece, with the answers to inputs that its programs take.
+
+        It is kept, unless the module has changed since the export.
 
         Raises:
             CaptureError: torch.export cannot follow the module.
         """
-        made, single = self.make(self.module, self.dtypes, self.example)
+        found: tuple[ExportedPart, ...] | None = vars(self).get(_PIECES)
+        if found is None:
+            found = self._new_pieces()
+            if are_marked(self.module, self.marks):
+                vars(self)[_PIECES] = found
+        return found
+
+    @stage("making a program of the smaller model")
+    def _new_pieces(self) -> tuple[ExportedPart, ...]:
+        module = copied(self.module) if self.marks else self.module  # programs share no tensors
+        made, single = self.make(module, self.dtypes, self.example)
         free = self.free.only(made.free)
         if made.dynamic:
             answers = [a for a in self.answers if examples_in(a.inputs) in made.batches]
@@ -187,10 +204,10 @@ class Whole:
         return list(compare(answers, piece.module, "program"))
 
     def of(self, module: nn.Module) -> Whole:
-        """Return the recipe for the current ``module``."""
+        """Return the recipe for the current ``module``, a copy for nobody else."""
         inputs = [answer.inputs for answer in self.answers]
         answers = answers_of(module, inputs, whose="module")
-        return replace(self, module=copied(module), dtypes=Dtypes.of(module), answers=answers)
+        return replace(self, module=module, dtypes=Dtypes.of(module), answers=answers, marks={})
 
 
 @dataclass(frozen=True)
@@ -213,11 +230,11 @@ class InParts:
         return InParts(tuple(_renewed(piece, module) for piece in self.pieces))
 
 
-def whole(network: Network, captured: Captured | None, state: Mapping[str, Tensor]) -> Whole:
+def whole(network: Network, captured: Captured | None) -> Whole:
     """Return the recipe for a whole model's program: its captured graph if any, else its class.
 
-    Afterwards the module for the user is in the model's dtypes; the one of the programs shares the
-    tensors of the state_dict.
+    Afterwards the module for the user is in the model's dtypes; the one of the programs shares its
+    parameters with that one, if these are as exact and on the CPU.
     """
     module, make = network.small, partial(class_programs, free=network.free)
     if captured is not None:
@@ -230,23 +247,22 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
     if is_shared and not dtypes.are_one:  # before ``restored``, which frees the lent tensors
         exact = placed(copied(module), CPU)
     restored(network.small, dtypes)
+    marks: Mapping[str, Mark] = {}
     if dtypes.are_one:
-        exact = _around(module, state) if is_shared else restored(module, dtypes)
+        exact = _with_its_tensors(module) if is_shared else restored(module, dtypes)
+        marks = marks_of(module) if is_shared and device_of(module) == CPU else {}
     exact = placed(exact, CPU)
     why_fixed = captured.why_fixed if captured else ""
     example = network.narrow(network.example)
     answers = tuple(answer.measured_on(exact) for answer in network.answers[""])
-    return Whole(exact, dtypes, example, answers, make, network.free, why_fixed, network.original)
+    known = network.free, why_fixed, network.original, marks
+    return Whole(exact, dtypes, example, answers, make, *known)
 
 
-def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Copy the module around the state's tensors as parameters, where dtype and shape agree."""
-    parameters = {}
-    for name, old in module.named_parameters():
-        new = state.get(name)
-        if new is not None and (new.dtype, new.shape) == (old.dtype, old.shape):
-            parameters[id(old)] = nn.Parameter(new, old.requires_grad)
-    return copied(module, parameters)
+def _with_its_tensors(module: nn.Module) -> nn.Module:
+    """Copy a module around its parameters' memory."""
+    held = module.parameters()
+    return copied(module, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in held})
 
 
 @stage("making programs of the smaller model's parts")

@@ -84,7 +84,7 @@ class Export(Outcome):
         self.speedup, self.in_fewer_bits, self.ranges = None, {}, None
         elsewhere = (name for name, _ in behind("runtimes"))
         self.certificate = self.certificate.without("program", "onnx", *elsewhere)
-        self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
+        self._handed_out = HandedOut.of(module, self._handed_out.example, {})
 
     def measure_rounding_of(self, uncut: nn.Module) -> None:
         """Measure runtimes' rounding on this uncut model, where the gated one will be gone."""

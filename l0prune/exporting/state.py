@@ -27,7 +27,7 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, output_of
 from l0prune.exporting.certify.certificate import TOLERANCE
 from l0prune.exporting.certify.difference import comparable, difference
-from l0prune.exporting.certify.dtypes import lent, name_of
+from l0prune.exporting.certify.dtypes import dtype_of, lent, name_of
 from l0prune.exporting.onnx.operators import around_its_tensors
 from l0prune.infer.dataflow import carried
 from l0prune.plan.globs import listed
@@ -134,15 +134,20 @@ def check_stateless(program: ExportedProgram, what: str, path: str) -> None:
 def attributes_kept(module: nn.Module, answers: Sequence[Answer]) -> tuple[str, ...]:
     """Return the attributes by which the module's second call differs from its first, if it does.
 
-    It is called on the fewest examples. A program without state answers both calls alike.
+    It is called on the fewest examples. A program without state answers both calls alike: in
+    float32 to the bit, or else a float64 comparison decides.
     """
-    dtype = answers[0].dtypes[0]
     fewest = min((answer.inputs for answer in answers), key=examples_in)
-    model = lent(module, dtype)
-    before = [(path, each, dict(vars(each))) for path, each in model.named_modules()]
-    first, second = (comparable(output_of(model, fewest, dtype)) for _ in range(2))
-    if not difference(first, second) > TOLERANCE[name_of(dtype)]:  # nan is no difference
-        return ()
+    exact = answers[0].dtypes[0]
+    allowed = {exact: TOLERANCE[name_of(exact)]}
+    if dtype_of(module) != exact:
+        allowed = {torch.float32: 0.0, **allowed}
+    for dtype, error in allowed.items():
+        model = lent(module, dtype)
+        before = [(path, each, dict(vars(each))) for path, each in model.named_modules()]
+        first, second = (comparable(output_of(model, fewest, dtype)) for _ in range(2))
+        if not difference(first, second) > error:  # nan is no difference
+            return ()
     changed = [
         within(path, name)
         for path, each, held in before

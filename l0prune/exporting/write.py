@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
+from l0prune.capture.example_inputs import tensors_in
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
@@ -53,8 +54,9 @@ def write(
     state, unused = _state(network), _unused(network)
     apart = constants(network.plain, network.tensors)
     network = replace(network, tensors={})  # the model frees its float64 tensors one by one
-    made = _programs(network, state)
-    handed_out = HandedOut.of(network.small, network.narrow(network.example), state)
+    made = _programs(network)
+    marks = made.marks if isinstance(made, Whole) else {}
+    handed_out = HandedOut.of(network.small, network.narrow(network.example), marks)
     chosen, macs, uncounted = _counted(network, unused, handed_out.macs)
     plan, cost = chosen.plan, cost_of(chosen.plan)
     comparisons = network.comparisons.values()
@@ -116,12 +118,12 @@ def _unused(network: Network) -> Sequence[str]:
     return [name for name, _ in network.plain.named_parameters() if name not in counted]
 
 
-def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
+def _programs(network: Network) -> Whole | InParts:
     """Return the programs of a model's parts, or the recipe for the program of a whole model."""
     if network.parts is None:
-        made: Whole | InParts = whole(network, None, state)
+        made: Whole | InParts = whole(network, None)
     elif "" in network.graphs:
-        made = whole(network, network.parts.found[0].analysis.captured, state)
+        made = whole(network, network.parts.found[0].analysis.captured)
     else:
         made = in_parts(network)
     check_own_dtypes(network)
@@ -129,10 +131,13 @@ def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
 
 
 def _state(network: Network) -> dict[str, Tensor]:
-    """Return the model's state_dict at the new sizes, with the buffers that its layers gain."""
-    plan = network.selected.plan
-    state = cut_state(network.plain, plan, network.tensors)
-    dead, held = dead_parameters(plan, network.gone), network.small.state_dict()
+    """Return the model's state_dict at the new sizes, with the buffers that its layers gain.
+
+    Tensors that the small module holds are without values, which are read there when needed.
+    """
+    plan, held = network.selected.plan, network.small.state_dict()
+    state = cut_state(network.plain, plan, network.tensors, held)
+    dead = dead_parameters(plan, network.gone)
     for name in state.keys() - held.keys():  # removed parameters are in no file
         if plan.aliases.get(name, name) in dead:
             del state[name]
@@ -151,11 +156,14 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
         The slots on a plan that counts right, the MACs, and a note on these numbers.
     """
     chosen, left_out = network.selected, frozenset(unused)
-    _, before = run_counted(network.gated, network.example, device_of(network.gated))
     held = parameters_of(network.plain, left_out)
 
     def is_right(unit: str, amount: float) -> bool:
         return cost_of(chosen.plan).dense(unit) == round(amount)
+
+    before = _macs_seen(network)
+    if before is None or not is_right("macs", before):
+        _, before = run_counted(network.gated, network.example, device_of(network.gated))
 
     if network.parts is None and not (is_right("params", held) and is_right("macs", before)):
         try:
@@ -172,6 +180,15 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
         lines.append(f"It takes {found:,.0f} MACs, where its gates leave {macs:,}.")
         macs = round(found)
     return chosen, macs, " ".join(lines)
+
+
+def _macs_seen(network: Network) -> float | None:
+    """Return the MACs of the gated model on inputs like the example, if it was run on such."""
+    shapes = [tensor.shape for tensor in tensors_in(network.example)]
+    for answer in network.answers.get("", ()):
+        if [tensor.shape for tensor in tensors_in(answer.inputs)] == shapes:
+            return answer.macs
+    return None
 
 
 def _note_on_old_sizes(network: Network) -> str:

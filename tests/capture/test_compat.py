@@ -1,5 +1,6 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -242,6 +243,83 @@ def test_the_exporter_gets_its_operators_where_they_are_kept(program, monkeypatc
         with compat.one_onnx_registry():
             registry.from_torchlib()
         assert len(asked) == 3
+
+
+class Promoting(nn.Module):
+    """Integers and numbers beside floats, and a layer that needs no promotion."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        places = torch.arange(4)
+        return self.layer(x).relu() + x * 2 + x / places.add(1) + places.div(3).pow(2)
+
+
+def test_promotion_is_as_it_was_and_looks_at_fewer_nodes(monkeypatch):
+    given = torch.export.export(Promoting().eval(), (torch.randn(2, 4),), strict=False)
+    run, seen, files = torch.fx.Interpreter.run_node, [], []
+    monkeypatch.setattr(
+        torch.fx.Interpreter, "run_node", lambda self, node: [seen.append(node), run(self, node)][1]
+    )
+    for context in (contextlib.nullcontext(), compat.quick_promotion()):
+        seen.clear()
+        with compat.one_onnx_registry(), context:
+            made = torch.onnx.export(given, dynamo=True, verbose=False, optimize=False)
+        values = [
+            value.const_value.numpy().tolist() for value in made.model.graph.initializers.values()
+        ]
+        files.append(([str(node) for node in made.model.graph], values, len(seen)))
+    (nodes, values, every), (quick_nodes, quick_values, some) = files
+    assert (nodes, values) == (quick_nodes, quick_values)
+    assert any("Cast" in node for node in nodes)
+    assert some < every
+
+
+def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
+    import onnx
+    import onnx_ir
+    from onnxscript.optimizer import optimize_ir
+    from onnxscript.rewriter import _matcher
+
+    starts = [
+        onnx.helper.make_tensor(f"n{n}" if n else "one", onnx.TensorProto.INT64, [1], [value])
+        for n, value in (("0", 0), ("1", 2), ("2", 4), ("", 1))
+    ]
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["y0"])]
+    for n in range(20):  # pairs of slices of one value, of which a split can be made, and others
+        old, ends = f"y{n}", ("n1",) if n % 2 else ("n1", "n2")
+        for part, end in reversed([*enumerate(ends)]):  # onnxscript takes the first that fits
+            given = [old, f"n{part}", end, "one"]
+            nodes.append(onnx.helper.make_node("Slice", given, [f"p{n}.{part}"]))
+        nodes.append(
+            onnx.helper.make_node(
+                "Concat", [f"p{n}.0", f"p{n}.{len(ends) - 1}"], [f"y{n + 1}"], axis=1
+            )
+        )
+    given, result = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4, 4])
+        for name in ("x", "y20")
+    )
+    graph = onnx.helper.make_graph(nodes, "slices", [given], [result], starts)
+    made = onnx.helper.make_model(graph)
+    look, looks, files = _matcher.SimplePatternMatcher._multi_match, [], []
+    monkeypatch.setattr(
+        _matcher.SimplePatternMatcher,
+        "_multi_match",
+        lambda self, *given, **how: [looks.append(given), look(self, *given, **how)][1],
+    )
+    for context in (contextlib.nullcontext(), compat.quick_rewrites()):
+        looks.clear()
+        model = onnx_ir.from_proto(made)
+        with context:
+            optimize_ir(model)
+        files.append(([str(node) for node in model.graph], len(looks)))
+    (nodes, every), (quick_nodes, some) = files
+    assert nodes == quick_nodes
+    assert any("Split" in node for node in nodes)
+    assert some < every / 2
 
 
 def test_an_attribute_that_torch_lacks_is_not_replaced():

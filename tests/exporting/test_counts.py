@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
 from l0prune.errors import NothingToPrune
+from l0prune.exporting.certify.answers import answers_of
 
 
 def parameters(module):
@@ -45,6 +46,54 @@ class Mixer(nn.Module):
 def build():
     torch.manual_seed(0)
     return nn.Sequential(Mixer(5, 8), nn.ReLU(), Mixer(8, 3)).eval()
+
+
+class Attends(nn.Module):
+    """Attention in one operator, which torch's counter does not know on a CPU, as a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.mixed(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*heads)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_what_the_gated_network_takes_is_counted_on_a_run_that_is_made_anyway(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attends(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    x = torch.randn(2, 5, 8)
+    l0prune.gate(model, x)
+    close_some(model)
+    for again in ("surveyed", "run_counted"):  # a capture, a forward
+        monkeypatch.delattr(f"l0prune.exporting.write.{again}")
+    small = l0prune.export(model)
+    products = 2 * 2 * 5 * 5 * 4  # heads, queries by keys and mixed values, of 4 numbers
+    assert small.macs_before == 5 * (8 * 24 + 8 * 8 + 8 * 6 + 6 * 2) + products
+
+
+class Decides(nn.Module):
+    """A condition on the input: of its branches only the second one runs here."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(torch.cond(h.sum() > 1e6, lambda y: y * 3, lambda y: y.relu(), (h,)))
+
+
+def test_counting_leaves_a_condition_as_it_is():
+    torch.manual_seed(0)
+    model, x = Decides().eval(), torch.randn(2, 4)
+    (answer,) = answers_of(model, [((x,), {})])
+    expected = model.last(model.first(x).relu()).detach()
+    torch.testing.assert_close(answer.single[0], expected)
+    torch.testing.assert_close(answer.exact[0].float(), expected)
+    assert answer.macs == 4 * 6 + 6 * 2
 
 
 def without_branches(model, x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -102,6 +103,22 @@ def test_a_graph_is_written_as_it_is_too(tmp_path):
     state = torch.load(file)["state_dict"]
     for name, parameter in dense.module.named_parameters():
         assert torch.equal(state[name], parameter)
+
+
+def test_a_program_neither_follows_the_module_nor_is_kept_from_when_it_was_another():
+    x = torch.randn(4, 6)
+    dense = exported(build(), x)
+    before, was = copy.deepcopy(dense.module.state_dict()), dense.module(x).detach()
+    with torch.no_grad():
+        dense.module[0].weight.mul_(-3)
+    assert dense.dynamic  # says a program
+    dense.module.load_state_dict(before)
+    program = dense.program.module()
+    torch.testing.assert_close(program(x), was)
+    with torch.no_grad():
+        dense.module[0].weight.mul_(-3)
+    torch.testing.assert_close(program(x), was)
+    assert not torch.allclose(dense.program.module()(x), was)
 
 
 def test_params_are_those_that_the_module_has_now():

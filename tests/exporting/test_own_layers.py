@@ -188,9 +188,9 @@ def test_the_file_of_what_is_rebuilt_holds_what_the_layers_became():
         "inputs": 8,
         "dim": -1,
     }
-    own = small.module.state_dict()
-    assert own.keys() == small._state.keys()
-    assert all(torch.equal(own[name], small._state[name]) for name in own)
+    own, written = small.module.state_dict(), small._state_now()
+    assert own.keys() == written.keys()
+    assert all(torch.equal(own[name], written[name]) for name in own)
 
 
 def test_where_no_number_helps_its_mean_is_told_of_what_there_was():

@@ -22,6 +22,7 @@ from l0prune.capture.model_checks import same_draws
 from l0prune.capture.outputs import tensor_names
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
+from l0prune.exporting.certify.counting import MacsSeen
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
 from l0prune.exporting.certify.lending import Borrowing, move_values, read_of
@@ -104,6 +105,7 @@ class Answer:
         whose: of the ``gated`` model, or of the ``module`` that the user gets.
         dtypes: in which the model was run.
         measured: the rounding of its output tensors in float32; empty if it cannot be measured.
+        macs: multiply-accumulates for one example, as torch counts them; None if not counted.
     """
 
     inputs: Inputs
@@ -115,6 +117,7 @@ class Answer:
     whose: Literal["gated", "module"] = "gated"
     dtypes: Sequence[torch.dtype] = BOTH
     measured: Callable[[], Sequence[float]] = tuple
+    macs: float | None = None
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """Return the output in one of the ``dtypes``."""
@@ -163,7 +166,8 @@ def answers_of(
     Raises:
         CertificateError: it cannot be run.
     """
-    last, names, read = _outputs(model, inputs, dtypes[-1], path)
+    counter = MacsSeen()
+    last, names, read = _outputs(model, inputs, dtypes[-1], path, counter)
     exact = last[0] if len(dtypes) == 1 else _outputs(model, inputs[:1], dtypes[0], path)[0][0]
     scales = common_scales([exact, *last[1:]])
     answers = [
@@ -171,20 +175,29 @@ def answers_of(
         for given, values, called in zip(inputs, last, names, strict=True)
     ]
     single = last[0] if dtypes[-1] == torch.float32 else None
-    answers[0] = replace(answers[0], exact=exact, single=single, dtypes=dtypes)
+    macs = counter.for_one(inputs[0])
+    answers[0] = replace(answers[0], exact=exact, single=single, dtypes=dtypes, macs=macs)
     return tuple(each.measured_on(model, path) for each in answers)
 
 
 def _outputs(
-    model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    dtype: torch.dtype,
+    path: str = "",
+    counter: MacsSeen | None = None,
 ) -> tuple[list[list[Any]], list[list[str]], frozenset[str]]:
-    """Return the comparable values of each output, names of its tensors, and parameters read."""
+    """Return the comparable values of each output, names of its tensors, and parameters read.
+
+    ``counter`` counts the run on the first input.
+    """
     # lend the whole model: of a submodule alone the gates would be copied unconverted
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
     found, names = [], []
-    for given in steps(inputs):
-        output = output_of(again, given, dtype)
+    for number, given in enumerate(steps(inputs)):
+        with nullcontext() if number or counter is None else counter:
+            output = output_of(again, given, dtype)
         # copies, since the next forward may write into a returned tensor
         found.append(pytree.tree_map_only(Tensor, torch.clone, comparable(output)))
         names.append(tensor_names(output))

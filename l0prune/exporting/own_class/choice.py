@@ -21,6 +21,7 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.own_class.comparison import (
+    EXACT,
     SOMETHING_ELSE,
     CachedStep,
     Comparison,
@@ -152,11 +153,24 @@ class Reference:
     is_trained: bool = True
     is_cached: bool = True
 
-    @cached_property
-    def in_training(self) -> Expected:
-        """Results expected in training mode."""
+    def in_training(self, new: nn.Module) -> tuple[str, str]:
+        """Return why a module is wrong in training mode, and why that could not be tried.
+
+        A module that agrees in float32 as closely as is asked for in float64 needs no more.
+        """
         if not self.is_trained:
-            return Expected(None)
+            return "", ""
+        quick = self._in_float32
+        if quick.of is not None and not quick.fault_of(new, EXACT):
+            return "", ""
+        return self._in_full.fault_of(new), self._in_full.untried
+
+    @cached_property
+    def _in_float32(self) -> Expected:
+        return Expected.by(self.module, self.answers[0].inputs, torch.float32)
+
+    @cached_property
+    def _in_full(self) -> Expected:
         return Expected.by(self.module, self.answers[0].inputs, self.answers[0].dtypes[0])
 
     @cached_property
@@ -296,8 +310,7 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
         if not comparison.reason and each.cached_step is not None:
             comparison = replace(comparison, reason=each.cached_step.fault_of(new))
         if not comparison.reason:
-            expected = each.in_training
-            training, untried = expected.fault_of(new), expected.untried
+            training, untried = each.in_training(new)
             comparison = replace(comparison, training=training, untried=untried)
         comparisons[each.path] = comparison
     return ChosenClass(module, changes, comparisons)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import TorchDispatchMode, pytree, version_of
+from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.example_inputs import call, record, tensors_in
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.provenance import is_within, within
@@ -35,7 +35,8 @@ from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of
 
 # Sums have another order with a cache than without one.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+EXACT = 1e-6
+_ROUNDING = {torch.float64: EXACT, torch.float32: 1e-3}
 CACHES = ("cache", "past_key_values")  # the name depends on the version of transformers
 _MASK = "attention_mask"
 TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
@@ -245,14 +246,15 @@ class InTraining:
             if isinstance(bank, Gates):
                 bank.fixed = True
         given = cast(inputs, dtype, device_of(module))
-        before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
+        before = {name: (tensor, tensor.clone()) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(dtype), SteadyDraws(module, seed=0)
         with muted(), torch.no_grad(), in_exact, steady as draws:
             output = call(again, given)
         left = {}
         for name, tensor in _held(again):
-            was, version = before.get(name, (None, 0))
-            if tensor is not was or version_of(tensor) != version:
+            was, value = before.get(name, (None, tensor))
+            # by its value: a BatchNorm's statistics change without autograd's seeing a write
+            if tensor is not was or not torch.equal(tensor, value):
                 left[name] = tensor.detach()
         return cls(inputs, tensors_in(output), left, draws, dtype)
 
@@ -279,8 +281,11 @@ class Expected:
         except Exception as error:
             return cls(None, in_a_line(error))
 
-    def fault_of(self, module: nn.Module) -> str:
-        """Return why the resized module is wrong in training; empty if right, or not comparable."""
+    def fault_of(self, module: nn.Module, allowed: float | None = None) -> str:
+        """Return why the resized module is wrong in training; empty if right, or not comparable.
+
+        Errors of up to ``allowed`` are rounding; by default what the dtype rounds.
+        """
         if self.of is None:
             return ""
         try:
@@ -291,7 +296,7 @@ class Expected:
             return "its output has another shape at these sizes"
         if not self.is_gated or not found.draws.is_like(self.of.draws):
             return ""
-        rounding = _ROUNDING[self.of.dtype]
+        rounding = _ROUNDING[self.of.dtype] if allowed is None else allowed
         if difference(self.of.output, found.output) > rounding:
             return "it computes something else there at these sizes"
         for name, tensor in self.of.left.items():

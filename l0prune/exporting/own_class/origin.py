@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trial
     """Add the model's origin to the manifest, if a known one builds a model like the module."""
     for origin in _origins(manifest, module, spec):
         try:
-            fresh = built(origin, "the model", trust=True)
+            fresh = _built(origin, manifest)
         except L0pruneError:
             continue
         tried = _with_constants(manifest.model_copy(update={"origin": origin}), module, fresh)
@@ -131,6 +132,21 @@ def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trial
         if not fault_of(fresh, module, trials):
             return tried
     return manifest
+
+
+def _built(origin: Origin, manifest: Manifest) -> nn.Module:
+    """Build a model that gets the manifest's tensors: one of transformers without values of them.
+
+    Raises:
+        L0pruneError: the origin builds no model.
+    """
+    if origin.transformers and not manifest.dropped:
+        with suppress(L0pruneError), _ParametersWithoutValues():
+            made = built(origin, "the model")
+            others = tensors_held(made).keys() - manifest.shapes.keys()
+            if not any(tensors_held(made)[name].is_meta for name in others):
+                return made
+    return built(origin, "the model", trust=True)
 
 
 def tensors_of(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ changes a sum by less than 1.2e-38 times the other operand, which is far within 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -248,10 +248,20 @@ def under_all_names(
     return {key: tensors.get(names[key], old) for key, old in plain.state_dict().items()}
 
 
-def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's state_dict at the new sizes, in its dtypes, as copies on the CPU."""
-    cut_ones, state = under_all_names(plain, plan, tensors), plain.state_dict()
-    return {key: cut_ones[key].to("cpu", old.dtype, copy=True) for key, old in state.items()}
+def cut_state(
+    plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor], held: Container[str]
+) -> dict[str, Tensor]:
+    """Return the model's state_dict at the new sizes, in its dtypes, as copies on the CPU.
+
+    Those of the ``held`` names are on the meta device.
+    """
+    cut_ones, found = under_all_names(plain, plan, tensors), {}
+    for key, old in plain.state_dict().items():
+        if key in held or plan.aliases.get(key, key) in held:
+            found[key] = torch.empty(cut_ones[key].shape, dtype=old.dtype, device="meta")
+        else:
+            found[key] = cut_ones[key].to("cpu", old.dtype, copy=True)
+    return found
 
 
 def doubled(tensor: Tensor) -> Tensor:
