@@ -61,6 +61,7 @@ def shrink(
     budget: LimitsLike | None = None,
     *,
     tolerance: float | str | None = None,
+    judge: Callable[[nn.Module], float] | None = None,
     recover: int = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
@@ -87,6 +88,8 @@ def shrink(
         budget: what may be left, as for ``fit``: ``"macs=0.5"``, ``"latency=0.5"``.
         tolerance: in place of a budget: the smallest network of which ``"1%"`` or 0.01 of held-out
             examples get another class, or of the outputs' variance is error without classes.
+        judge: with a tolerance, a function of a network that says in its place how much worse that
+            is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
@@ -105,14 +108,16 @@ def shrink(
             whole layers stay.
 
     Raises:
-        UsageError: neither budget nor tolerance is given, or both; or it cannot be met; or the
-            network is worse than the mean of the original's outputs.
+        UsageError: neither budget nor tolerance is given, or both, or a judge without a tolerance;
+            or it cannot be met; or the network is worse than the mean of the original's outputs.
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
     check_whole("recover", recover, 0)
     if (budget is None) == (tolerance is None):
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
+    if judge is not None and tolerance is None:
+        raise UsageError("judge decides which networks are within a tolerance: give one, too")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work, inputs = copied(model), inputs_for(model, inputs)
     users, model = model, copied_around(model)  # a forward may write into its module
@@ -128,7 +133,7 @@ def shrink(
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed, widths)
+            curve, before = _smallest(found, division, allowed, widths, judge)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
@@ -161,10 +166,16 @@ class Step:
     Attributes:
         share: the requested share of the MACs.
         fidelity: nearness of its outputs to the original's.
+        far: what was compared with the tolerance.
     """
 
     share: float
     fidelity: Fidelity
+    far: float
+
+    def __str__(self) -> str:
+        """Return how far it is as text."""
+        return f"{self.far:.1%} from the original ({self.fidelity})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +196,11 @@ class _Judge:
 
 @stage("looking for the smallest network within the tolerance")
 def _smallest(
-    found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
+    found: Calibration,
+    division: Division,
+    allowed: float,
+    widths: dict[str, Any],
+    judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
@@ -204,12 +219,13 @@ def _smallest(
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
-        tried.append(Step(share, after))
-        far = (
-            after.error
-            if not found.classes.are_known or after.agreement is None
-            else 1 - after.agreement
-        )
+        if judge is not None:
+            far = judge(found.root)
+        elif found.classes.are_known and after.agreement is not None:
+            far = 1 - after.agreement
+        else:
+            far = after.error
+        tried.append(Step(share, after, far))
         if far <= allowed:
             high = math.log(share)
             best = snapshot(found.root), after
@@ -217,10 +233,10 @@ def _smallest(
             low = math.log(share)
     if best is None:
         nearest = max(tried, key=lambda step: step.share, default=None)
-        said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
+        said = f" With {nearest.share:.0%} of the MACs: {nearest}." if nearest else ""
         raise UsageError(
-            f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
-            "more, or give more inputs"
+            f"no smaller network was found that stays within {allowed:.1%}.{said} Allow more, or "
+            "give more inputs"
         )
     put_back(found.root, best[0])
     return sorted(tried, key=lambda step: step.share), best[1]

@@ -81,11 +81,30 @@ def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     assert shown == sorted(shown)
 
 
+def test_a_judge_decides_what_is_within_a_tolerance(network):
+    model, data = network
+    tried = []
+
+    def judge(other):
+        tried.append(nn.utils.parameters_to_vector(other.parameters()).detach().norm().item())
+        return 0.0 if len(tried) == 2 else 0.02
+
+    small = l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=judge)
+    assert len(tried) == len(set(tried)) == len(small.curve) == 5
+    (within,) = [step for step in small.curve if step.far <= 0.01]
+    assert small.macs / small.macs_before <= within.share
+    assert sum(step.far == 0.02 for step in small.curve) == 4
+    with pytest.raises(UsageError, match=r"stays within 1\.0%.*2\.0% from the original"):
+        l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02)
+
+
 def test_what_makes_no_sense_is_refused(network):
     model, data = network
     for kwargs in ({}, {"budget": "macs=0.5", "tolerance": "1%"}):
         with pytest.raises(UsageError, match="either a budget"):
             l0prune.shrink(model, data, **kwargs)
+    with pytest.raises(UsageError, match="judge decides"):
+        l0prune.shrink(model, data, "macs=0.5", judge=lambda _: 0.0)
     for given in ("one", "0", "150%", -1, 0.0):
         with pytest.raises(UsageError, match="between 0 and 1"):
             tolerance_of(given)
