@@ -139,7 +139,9 @@ def shrink(
         outputs = found.gates.outputs
         judge = _Judge(found.judged, found.classes, device_of(found.root), outputs)
     if recover:
-        task = with_pseudo_labels(inputs, model, device=device, held_out=judge.batches)
+        task = with_pseudo_labels(
+            inputs, model, device=device, held_out=judge.batches, outputs=judge.outputs
+        )
         compensated = snapshot(work)
         run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
         after = judge.nearness(model, work)
