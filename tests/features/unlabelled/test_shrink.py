@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.exporting.onnx import file
 from l0prune.features.unlabelled import shrink as module
 from l0prune.features.unlabelled.fidelity import fidelity
+from l0prune.plan.cost import CostModel
+from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import tolerance_of
 
 
@@ -96,6 +99,35 @@ def test_a_judge_decides_what_is_within_a_tolerance(network):
     assert sum(step.far == 0.02 for step in small.curve) == 4
     with pytest.raises(UsageError, match=r"stays within 1\.0%.*2\.0% from the original"):
         l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02)
+
+
+class HalfFixed:
+    """Times of which half do not depend on the hidden layer's width."""
+
+    name = "latency"
+
+    def of(self, plan):
+        (cost,) = [each for each in plan.costs if each.unit == "macs" and each.owner == "3"]
+        terms = cost, replace(cost, scale=64 * cost.scale, dims=())
+        return Latency(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
+
+
+def test_a_tolerance_with_a_table_of_times_finds_the_fastest(network):
+    model, data = network
+    small = l0prune.shrink(
+        model,
+        data.train.inputs[:200],
+        tolerance="1%",
+        judge=lambda other: float(l0prune.gates(other).open().sum() < 20),
+        latency=HalfFixed(),
+        round_to=1,
+        exclude="1.in",
+    )
+    assert {step.measure for step in small.curve} == {"latency"}
+    share = min(step.share for step in small.curve if step.far == 0)
+    ((kept, whole),) = small.widths.values()
+    assert (64 + kept) / (64 + whole) <= share < (64 + kept + 1) / (64 + whole)
+    assert 20 <= kept < 30
 
 
 def test_what_makes_no_sense_is_refused(network):
