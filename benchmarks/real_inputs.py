@@ -135,3 +135,29 @@ def photographs(count: int, size: int, seed: int) -> Tensor:
         pixels = pixels[:, ::-1] if drawn.random() < 0.5 else pixels
         found.append(torch.from_numpy(pixels.clip(0, 255).copy()).permute(2, 0, 1) / 255)
     return torch.stack(found)
+
+
+def mels(sounds: Tensor) -> Tensor:
+    """Mel spectrograms as Resemblyzer takes them; (pieces, samples) to (pieces, frames, 40)."""
+    from transformers.audio_utils import mel_filter_bank
+
+    spectra = torch.stft(sounds, 400, 160, window=torch.hann_window(400), return_complex=True)
+    bank = mel_filter_bank(201, 40, 0.0, 8000.0, 16000, norm="slaney", mel_scale="slaney")
+    return (spectra.abs() ** 2).transpose(1, 2)[:, :160] @ torch.from_numpy(bank).float()
+
+
+def chords(count: int, samples: int, rate: int) -> Tensor:
+    """Some notes of a few harmonics that begin and fade at random; (count, samples, 1)."""
+    random_ = torch.Generator().manual_seed(0)
+    time, found = torch.arange(samples) / rate, torch.zeros(count, samples)
+    for sound in found:
+        for _ in range(int(torch.randint(3, 9, (), generator=random_))):
+            pitch = 440 * 2 ** ((int(torch.randint(40, 84, (), generator=random_)) - 69) / 12)
+            begin, fade = torch.rand(2, generator=random_).tolist()
+            passed = (time - 1.6 * begin).clamp(min=0)
+            loud = (passed > 0) * torch.exp(-passed * (1 + 4 * fade))
+            parts = torch.rand(8, generator=random_) / torch.arange(1, 9)
+            for number, part in enumerate(parts, 1):
+                if pitch * number < rate / 2:
+                    sound += 0.1 * part * loud * torch.sin(2 * torch.pi * pitch * number * time)
+    return found[:, :, None]

