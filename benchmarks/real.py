@@ -7,8 +7,8 @@ Networks and inputs come with packages that pip fetches (and, for text and speec
 ``python3-doc`` and ``espeak-ng``). One process for each network and way; each is a JSON line in
 ``runs/real.jsonl``, and what is there is not run again.
 
-- ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, latency=table)``, which trains
-  nothing;
+- ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, measure="latency")``, which
+  trains nothing;
 - ``finetune``: ``l0prune.finetune(…, budget="latency=…", latency=table)`` on the network's own
   answers, of three budgets (by bisection) the smallest that stays within;
 - ``whole``: nothing is cut; written by l0prune, and in eight bits;
@@ -122,9 +122,12 @@ def shrunk(judge: Judge) -> Iterator[Row]:
     real, table = judge.real, judge.table()
     for name, tolerance in TOLERANCES.items():
         begun = time.process_time()
-        settings = {**SHRINK, **real.gate, **real.shrink, "latency": table, "judge": judge.lost}
+        settings = {**SHRINK, **real.gate, **real.shrink, "judge": judge.lost}
         try:
-            small = l0prune.shrink(real.model, real.inputs, tolerance=tolerance, **settings)
+            small = l0prune.shrink(
+                real.model, real.inputs, tolerance=tolerance, measure="latency", latency=table,
+                **settings,
+            )  # fmt: skip
         except UsageError as error:
             yield {name: {"refused": first_line(error)}}
             return  # nor is there one within less

@@ -74,7 +74,7 @@ class Tried(Protocol):
 
     @property
     def measure(self) -> str:
-        """``macs`` or ``latency``."""
+        """What is spared."""
 
     @property
     def fidelity(self) -> Nearness:

@@ -36,6 +36,9 @@ Tolerance = Annotated[
         "held-out inputs, such as 1%."
     ),
 ]
+Spared = Annotated[
+    str, typer.Option("--measure", help="What --tolerance spares: macs, or latency for the fastest.")
+]
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
 ]
@@ -64,6 +67,7 @@ def shrink(
     budget: Budget = None,
     faster: options.Faster = None,
     tolerance: Tolerance = None,
+    measure: Spared = "macs",
     recover: Recover = 0,
     *,
     settings: dict[str, Any],
@@ -109,18 +113,20 @@ def shrink(
     asked |= {"exclude": exclude} if exclude else {}
     asked |= {"outputs": outputs} if outputs else {}
     target = asked.get("target", TARGET)
+    timed_by = budget or [f"{measure}=1"]
     with shown(console=err):
         small = l0prune.shrink(
             module,
             source,
             budget or None,
             tolerance=tolerance,
+            measure=measure,
             recover=recover,
             samples=samples,
             batch_size=batch_size,
             seed=seed,
             class_dim=class_dim,
-            latency=lambda gated: latency_table(None, Path(spec), budget, gated, target),
+            latency=lambda gated: latency_table(None, Path(spec), timed_by, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=free_dims(dynamic, module),
             **asked,

@@ -50,6 +50,7 @@ _WORSE = (
     "{}. Give a larger budget, more inputs (samples), or epochs of training on the network's own "
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
+MEASURES = "macs", Latency.name  # what a tolerance can spare
 _TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST = 0.05  # smallest share that is tried for a tolerance
 
@@ -62,6 +63,7 @@ def shrink(
     *,
     tolerance: float | str | None = None,
     judge: Callable[[nn.Module], float] | None = None,
+    measure: str = MEASURES[0],
     recover: int = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
@@ -90,12 +92,12 @@ def shrink(
             examples get another class, or of the outputs' variance is error without classes.
         judge: with a tolerance, a function of a network that says in its place how much worse that
             is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
+        measure: what is spared under a tolerance: ``"macs"``, or ``"latency"`` for the fastest.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
-        latency: a table of times, or a function that makes one of the gated model: for a budget in
-            latency, for which one is measured where none is given, and for a tolerance, which then
-            finds the fastest network, not that of fewest MACs.
+        latency: a table of times for a budget or tolerance in latency, or a function that makes one
+            of the gated model; one is measured where none is given.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
@@ -119,6 +121,8 @@ def shrink(
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
+    if measure not in MEASURES:
+        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work, inputs = copied(model), inputs_for(model, inputs)
     users, model = model, copied_around(model)  # a forward may write into its module
@@ -127,7 +131,7 @@ def shrink(
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
     table = latency(work) if callable(latency) else latency
-    wanted = () if budget is None else limits(budget)
+    wanted = limits(f"{measure}=1" if budget is None else budget)
     widths["latency"] = table_if_needed(work, wanted, table, target)
     if budget is not None:
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
@@ -135,7 +139,7 @@ def shrink(
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed, widths, judge)
+            curve, before = _smallest(found, division, allowed, measure, widths, judge)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
@@ -169,7 +173,7 @@ class Step:
 
     Attributes:
         share: the requested share of the measure.
-        measure: ``macs`` or ``latency``.
+        measure: what is spared.
         fidelity: nearness of its outputs to the original's.
         far: what was compared with the tolerance.
     """
@@ -205,19 +209,18 @@ def _smallest(
     found: Calibration,
     division: Division,
     allowed: float,
+    measure: str,
     widths: dict[str, Any],
     judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
-
-    It is the fastest one if there is a table of times.
 
     Raises:
         UsageError: no size that was tried is within the tolerance.
     """
     whole = snapshot(found.root)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
-    tried, measure = list[Step](), "macs" if widths["latency"] is None else Latency.name
+    tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)

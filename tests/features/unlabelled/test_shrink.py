@@ -112,13 +112,14 @@ class HalfFixed:
         return Latency(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
 
 
-def test_a_tolerance_with_a_table_of_times_finds_the_fastest(network):
+def test_a_tolerance_in_time_finds_the_fastest(network):
     model, data = network
     small = l0prune.shrink(
         model,
         data.train.inputs[:200],
         tolerance="1%",
         judge=lambda other: float(l0prune.gates(other).open().sum() < 20),
+        measure="latency",
         latency=HalfFixed(),
         round_to=1,
         exclude="1.in",
@@ -137,6 +138,8 @@ def test_what_makes_no_sense_is_refused(network):
             l0prune.shrink(model, data, **kwargs)
     with pytest.raises(UsageError, match="judge decides"):
         l0prune.shrink(model, data, "macs=0.5", judge=lambda _: 0.0)
+    with pytest.raises(UsageError, match="macs or latency, not 'time'"):
+        l0prune.shrink(model, data, tolerance="1%", measure="time")
     for given in ("one", "0", "150%", -1, 0.0):
         with pytest.raises(UsageError, match="between 0 and 1"):
             tolerance_of(given)
