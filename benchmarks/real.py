@@ -38,6 +38,7 @@ from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
 from benchmarks.isolation import ROOT, Row, append, measure, parser_of, rows, run
 from benchmarks.real_networks import NETWORKS, Real
+from benchmarks.real_page import TOLERANCES, page
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import L0pruneError, UsageError, first_line
@@ -47,7 +48,6 @@ from l0prune.running.inputs import inputs_for, inputs_of
 
 PATH = ROOT / "runs" / "real.jsonl"
 KEY, LIMIT = ("model", "way"), 1800
-TOLERANCES = {"3%": 0.03, "1%": 0.01}
 NETWORKS_TIMED = 16  # for a table of times
 SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
 FINETUNE: dict[str, Any] = {"epochs": 8, "batch_size": 32, "progress": False, "report": False}
@@ -169,7 +169,9 @@ def rivals(judge: Judge) -> Iterator[Row]:
     batches = inputs_of(
         inputs_for(judge.real.model, judge.real.inputs), 128, 16, torch.device("cpu"), 0
     )
-    names = [given.name for given in collect.Network(judge.before, 1, collect.CPU).session.get_inputs()]
+    names = [
+        given.name for given in collect.Network(judge.before, 1, collect.CPU).session.get_inputs()
+    ]
     feeds = [
         dict(zip(names, (each.numpy() for each in tensors_in(batch)), strict=True))
         for batch, _ in batches
@@ -230,8 +232,6 @@ def main() -> None:
             if (name, way) not in known:
                 run("benchmarks.real", PATH, way, [name], LIMIT, str)
     if given.page:
-        from benchmarks.real_page import page
-
         given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
 
 

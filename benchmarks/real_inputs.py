@@ -124,7 +124,10 @@ def photographs(count: int, size: int, seed: int) -> Tensor:
     from sklearn.datasets import load_sample_images
 
     person = Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")
-    sources: Sequence[Any] = [Image.open(person), *map(Image.fromarray, load_sample_images().images)]
+    sources: Sequence[Any] = [
+        Image.open(person),
+        *map(Image.fromarray, load_sample_images().images),
+    ]
     drawn, found = random.Random(seed), list[Tensor]()
     for number in range(count):
         image = sources[0 if number % 3 else 1 + number // 3 % 2]

@@ -165,7 +165,9 @@ def recognition() -> Real:
 
     def measure(network: nn.Module) -> float:
         wrong = 0
-        for row, text in zip(answers(network, held)[0].argmax(2).tolist(), texts[128:], strict=True):
+        for row, text in zip(
+            answers(network, held)[0].argmax(2).tolist(), texts[128:], strict=True
+        ):
             kept = (one for one, before in zip(row, [0, *row], strict=False) if one != before)
             wrong += edits("".join(letters[one] for one in kept), text)
         return 1 - wrong / sum(map(len, texts[128:]))

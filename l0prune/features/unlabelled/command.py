@@ -37,7 +37,8 @@ Tolerance = Annotated[
     ),
 ]
 Spared = Annotated[
-    str, typer.Option("--measure", help="What --tolerance spares: macs, or latency for the fastest.")
+    str,
+    typer.Option("--measure", help="What --tolerance spares: macs, or latency for the fastest."),
 ]
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
