@@ -36,7 +36,7 @@ import torch
 import l0prune
 from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
-from benchmarks.isolation import ROOT, Row, append, measure, parser_of, rows, run
+from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
 from benchmarks.real_networks import NETWORKS, Real
 from benchmarks.real_page import TOLERANCES, page
 from l0prune.capture.example_inputs import tensors_in
@@ -166,16 +166,13 @@ def rivals(judge: Judge) -> Iterator[Row]:
     """The file before, by what else makes files faster."""
     from onnxruntime.quantization import quantize_dynamic, quantize_static
 
-    batches = inputs_of(
-        inputs_for(judge.real.model, judge.real.inputs), 128, 16, torch.device("cpu"), 0
-    )
-    names = [
-        given.name for given in collect.Network(judge.before, 1, collect.CPU).session.get_inputs()
-    ]
+    given = inputs_for(judge.real.model, judge.real.inputs)
+    session = collect.Network(judge.before, 1, collect.CPU).session
+    names = [each.name for each in session.get_inputs()]
     feeds = [
         dict(zip(names, (each.numpy() for each in tensors_in(batch)), strict=True))
-        for batch, _ in batches
-    ]  # fmt: skip
+        for batch, _ in inputs_of(given, CALIBRATED, 8, torch.device("cpu"), 0)
+    ]
     path = judge.folder / "rival.onnx"
     for name, make in {
         "onnxsim": partial(simplified, judge.before, path),

@@ -1,4 +1,4 @@
-"""Inputs that need no download: rendered text, spoken sentences, files of this machine, photographs.
+"""Inputs that need no download: rendered text, speech, files of this machine, photographs.
 
 All are the same each time, but for the files of the machine.
 """
@@ -103,12 +103,12 @@ def first_and_last_bytes(count: int, seed: int) -> Tensor:
             if path.is_file() and not path.is_symlink():
                 kinds.setdefault(path.suffix, []).append(path)
     drawn, rows = random.Random(seed), list[Tensor]()
-    paths = [drawn.sample(each, min(len(each), 40)) for each in kinds.values()]
-    for path in drawn.sample(sum(paths, []), min(2 * count, sum(map(len, paths)))):
+    paths = [path for each in kinds.values() for path in drawn.sample(each, min(len(each), 40))]
+    for path in drawn.sample(paths, len(paths)):
         content = path.read_bytes()
         if len(content) >= 16 and len(rows) < count:
-            rows.append(torch.tensor([*_padded(content[:4096].lstrip()[:1024], False),
-                                      *_padded(content[-4096:].rstrip()[-1024:], True)]))  # fmt: skip
+            first, last = content[:4096].lstrip()[:1024], content[-4096:].rstrip()[-1024:]
+            rows.append(torch.tensor([*_padded(first, False), *_padded(last, True)]))
     return torch.stack(rows).int()
 
 

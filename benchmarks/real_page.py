@@ -49,7 +49,8 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
             continue
         own, small = found["float32"], found["int8"]
         cells = (
-            f"{row['measure']:.3f} → {own['measure']:.3f}", f"{own['before']:.3g} → {own['ms']:.3g}",
+            f"{row['measure']:.3f} → {own['measure']:.3f}",
+            f"{own['before']:.3g} → {own['ms']:.3g}",
             _times(own), f"{small['measure']:.3f}" if "ms" in small else small["refused"][:60],
             _times(small), f"{found['macs'] / found['macs_before']:.0%}",
             f"{found['params'] / found['params_before']:.0%}", str(row.get("cpu_seconds", "–")),
@@ -59,8 +60,8 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
     yield ""
     for (way, bits), all_ in gains.items():
         yield (
-            f"{way}, {bits}: median {statistics.median(all_):.2f} × over {len(all_)} networks, those "
-            "without a network within counted as 1."
+            f"{way}, {bits}: median {statistics.median(all_):.2f} × over {len(all_)} networks, "
+            "those without a network within counted as 1."
         )
 
 

@@ -35,7 +35,8 @@ def module(name: str, file: Path) -> Any:
     """One file of a package, imported under a name, without what the package else needs."""
     if name not in sys.modules:
         spec = spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

@@ -159,5 +159,5 @@ def test_only_named_outputs_are_answers():
 
 
 def test_answers_without_a_row_for_each_example_are_refused():
-    with pytest.raises(UsageError, match="returns a tuple.*a row for each example"):
+    with pytest.raises(UsageError, match=r"returns a tuple.*a row for each example"):
         l0prune.with_pseudo_labels([torch.zeros(2, 3)], Several(state=True))

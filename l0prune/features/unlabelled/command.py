@@ -38,7 +38,7 @@ Tolerance = Annotated[
 ]
 Spared = Annotated[
     str,
-    typer.Option("--measure", help="What --tolerance spares: macs, or latency for the fastest."),
+    typer.Option("--measure", help="What --tolerance spares: macs, or latency."),
 ]
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
