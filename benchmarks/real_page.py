@@ -103,5 +103,5 @@ def _gain(own: Row, whole: float, tolerance: float) -> float:
 
 
 def _said(row: Row, found: Any) -> str:
-    text = (found or row).get("refused") or row.get("crash") or "none that was tried is within"
+    text = row.get("refused") or row.get("crash") or "none that was tried is within"
     return str(text).splitlines()[0][:160]
