@@ -45,7 +45,7 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
             gain = 1.0 if found is None else _gain(found.get(bits, {}), row["measure"], tolerance)
             gains.setdefault((row["way"], bits), []).append(gain)
         if found is None or "float32" not in found:
-            yield f"{about}| {row.get('measure', '–')} | {_said(row, found)} |" + " |" * 7
+            yield f"{about}| {row.get('measure', '–')} | {_said(row)} |" + " |" * 7
             continue
         own, small = found["float32"], found["int8"]
         cells = (
@@ -102,6 +102,6 @@ def _gain(own: Row, whole: float, tolerance: float) -> float:
     return float(own["before"] / own["ms"]) if is_within else 1.0
 
 
-def _said(row: Row, found: Any) -> str:
+def _said(row: Row) -> str:
     text = row.get("refused") or row.get("crash") or "none that was tried is within"
     return str(text).splitlines()[0][:160]
