@@ -143,14 +143,14 @@ def shrink(
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
-        judge = _Judge(found.judged, found.classes, device_of(found.root), outputs)
+        held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
     if recover:
         task = with_pseudo_labels(
-            inputs, model, device=device, held_out=judge.batches, outputs=judge.outputs
+            inputs, model, device=device, held_out=held_out.batches, outputs=outputs
         )
         compensated = snapshot(work)
         run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
-        after = judge.nearness(model, work)
+        after = held_out.nearness(model, work)
         if after.error > before.error:
             put_back(work, compensated)
             warn(_UNDONE)
@@ -162,7 +162,7 @@ def shrink(
         gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
     result.measure_rounding_of(users)
-    result.fidelity = judge.nearness(model, copied_around(result.module))
+    result.fidelity = held_out.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
 
