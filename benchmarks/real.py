@@ -167,8 +167,11 @@ def finetuned(judge: Judge) -> Iterator[Row]:
     tried = []
     for _ in range(BUDGETS):
         share, work = math.exp((low + high) / 2), judge.gated()
-        l0prune.finetune(work, data, budget=f"latency={share:.3f}", **settings)
-        lost = judge.lost(work)
+        try:
+            l0prune.finetune(work, data, budget=f"latency={share:.3f}", **settings)
+            lost = judge.lost(work)
+        except UsageError:  # no cut gets down to this share
+            lost = math.inf
         tried.append((round(share, 3), round(lost, 4)))
         found |= {name: (share, work) for name, most in TOLERANCES.items()
                   if lost <= most and share < found.get(name, (1,))[0]}  # fmt: skip
