@@ -226,10 +226,12 @@ def _smallest(
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = fit_and_compensate(found, f"{measure}={share:.4f}", division, **widths)[1].after
+            budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
+            gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
+        after = gain.after
         if judge is not None:
             far = judge(found.root)
         elif found.classes.are_known and after.agreement is not None:
