@@ -12,7 +12,8 @@ Networks and inputs come with packages that pip fetches (and, for text and speec
 - ``finetune``: ``l0prune.finetune(…, budget="latency=…", latency=table)`` on the network's own
   answers, of three budgets (by bisection) the smallest that stays within;
 - ``whole``: nothing is cut; written by l0prune, and in eight bits;
-- ``rivals``: the file before by onnxsim, and by ONNX Runtime's static and dynamic quantizers.
+- ``rivals``: the file before by onnxsim (``pip install onnxsim``), and by ONNX Runtime's static and
+  dynamic quantizers.
 
 Each file is timed in turns with that of the network before (as its package has it, or as torch's
 exporter writes it), of one example on one thread, and judged in ONNX Runtime on inputs that were
