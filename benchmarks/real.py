@@ -107,15 +107,17 @@ class Judge:
         row |= {"params": small.params, "macs_before": small.macs_before,
                 "params_before": small.params_before}  # fmt: skip
         path = self.folder / "after.onnx"
-        try:
-            few = map_tensors(self.real.inputs, lambda tensor: tensor[:CALIBRATED])
-            small.save_onnx(path, int8=few, time=False, progress=False)
-        except L0pruneError as error:
-            row["int8"] = {"refused": first_line(error)}
-            small.save_onnx(path, time=False, progress=False)
-        else:
-            row["int8"] = self.of(path.with_suffix(".int8.onnx"))
-        return row | {"float32": self.of(path)}
+        few = map_tensors(self.real.inputs, lambda tensor: tensor[:CALIBRATED])
+        for bits, file in {"int8": path.with_suffix(".int8.onnx"), "float32": path}.items():
+            given = {"int8": few} if bits == "int8" else {}
+            try:
+                if given or not path.exists():
+                    small.save_onnx(path, time=False, progress=False, **given)
+                row[bits] = self.of(file)
+            except L0pruneError as error:
+                row[bits] = {"refused": str(error)[:400]}
+        path.unlink(missing_ok=True)
+        return row
 
 
 def shrunk(judge: Judge) -> Iterator[Row]:

@@ -43,8 +43,11 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
         for bits in ("float32", "int8"):
             gain = 1.0 if found is None else _gain(found.get(bits, {}), row["measure"], tolerance)
             gains.setdefault((row["way"], bits), []).append(gain)
-        if found is None or "float32" not in found:
-            yield f"{about}| {row.get('measure', '–')} | {_said(row)} |" + " |" * 7
+        if found is None or "ms" not in found["float32"]:
+            said = _said(row, name) if found is None else found["float32"]["refused"]
+            yield (
+                f"{about}| {row.get('measure', '–')} | {' '.join(said.split())[:200]} |" + " |" * 7
+            )
             continue
         own, small = found["float32"], found["int8"]
         cells = (
@@ -101,6 +104,8 @@ def _gain(own: Row, whole: float, tolerance: float) -> float:
     return float(own["before"] / own["ms"]) if is_within else 1.0
 
 
-def _said(row: Row) -> str:
-    text = row.get("refused") or row.get("crash") or "none that was tried is within"
-    return str(text).splitlines()[0][:160]
+def _said(row: Row, name: str) -> str:
+    tried = row.get("tried") or []
+    nearest = f"; {tried[-1][0]:.0%} of the time loses {tried[-1][1]:.1%}" if tried else ""
+    none = f"none that was tried is within {name}{nearest}"
+    return str(row.get("refused") or row.get("crash") or none)
