@@ -107,12 +107,17 @@ class Judge:
         row |= {"params": small.params, "macs_before": small.macs_before,
                 "params_before": small.params_before}  # fmt: skip
         path = self.folder / "after.onnx"
-        few = map_tensors(self.real.inputs, lambda tensor: tensor[:CALIBRATED])
+        given = self.real.inputs
+        few = (
+            {name: each[:CALIBRATED] for name, each in given.items()}
+            if isinstance(given, dict)
+            else given[:CALIBRATED]
+        )
         for bits, file in {"int8": path.with_suffix(".int8.onnx"), "float32": path}.items():
-            given = {"int8": few} if bits == "int8" else {}
+            asked = {"int8": few} if bits == "int8" else {}
             try:
-                if given or not path.exists():
-                    small.save_onnx(path, time=False, progress=False, **given)
+                if asked or not path.exists():
+                    small.save_onnx(path, time=False, progress=False, **asked)
                 row[bits] = self.of(file)
             except L0pruneError as error:
                 row[bits] = {"refused": str(error)[:400]}
