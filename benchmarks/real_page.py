@@ -108,4 +108,5 @@ def _said(row: Row, name: str) -> str:
     tried = row.get("tried") or []
     nearest = f"; {tried[-1][0]:.0%} of the time loses {tried[-1][1]:.1%}" if tried else ""
     none = f"none that was tried is within {name}{nearest}"
-    return str(row.get("refused") or row.get("crash") or none)
+    is_none = f"none within {name}" in row
+    return none if is_none else str(row.get("refused") or row.get("crash") or none)
