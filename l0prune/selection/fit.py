@@ -64,6 +64,7 @@ def fit(
     data: Any = None,
     loss: Any = None,
     compensate: bool = False,
+    observe: bool = True,
     progress: bool = True,
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
@@ -90,6 +91,8 @@ def fit(
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         compensate: let the weights that are left make up for those that go, by ``data``; without
             scores the slots go that then leave the least error.
+        observe: time the network that is chosen, where a budget can be observed, and correct the
+            choice; else a budget in latency is met by the table's prediction.
         progress: show progress on stderr.
 
     Returns:
@@ -106,7 +109,7 @@ def fit(
     wanted = bounds_of(model, budget, latency)
     if compensate:
         options: Any = {"fill": fill, "latency": latency, "kinds": kinds, "scores": scores}
-        options |= {"round_to": round_to, "target": target}
+        options |= {"round_to": round_to, "target": target, "observe": observe}
         blocks_for(gates.plan, wanted, round_to, latency, target=target)
         counts: dict[str, float] = provided("fit_compensated")(model, data, budget, **options)
         return counts
@@ -138,7 +141,8 @@ def fit(
                 return fitting.choose(start, fill=fill).open_
 
             worth = ranked_by_time(gates.plan, times_on(target), wanted, worth.cpu(), choose)
-        return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+        where: Any = {"movable": movable, "start": open_}
+        return meet(model, wanted, worth, in_blocks, fill=fill, observe=observe, **where)
 
 
 def check_request(
@@ -327,6 +331,7 @@ def meet(
     blocks: Sequence[int],
     *,
     fill: bool = True,
+    observe: bool = True,
     movable: Movable | None = None,
     start: Tensor | None = None,
 ) -> dict[str, float]:
@@ -344,13 +349,13 @@ def meet(
         restore()
         gates.set_open(open_)
 
-    def observe(open_: Tensor) -> dict[Bound, float]:
+    def seen(open_: Tensor) -> dict[Bound, float]:
         put(open_)
-        return observed(model, wanted)
+        return observed(model, wanted) if observe else {}
 
     fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
     try:
-        choice, tried = corrected(fitting, start, observe, fill=fill)
+        choice, tried = corrected(fitting, start, seen, fill=fill)
         put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
         gates.asked = tuple(str(bound.limit) for bound in wanted)
     except BaseException:

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.model_checks import evaluating
-from l0prune.data.dataset import map_tensors
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import measured, tensor_output
+from l0prune.running.criteria import joined, measured
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
@@ -155,21 +154,15 @@ def output_tensor(outputs: Any, names: Sequence[str] = ()) -> Tensor:
 
     Shape: of several tensors ``(examples, numbers)``.
     """
-    outputs = measured(outputs, names)
-    found = tensor_output(outputs)
-    if found is not None:
-        return found
-    each = list[Tensor]()
-    map_tensors(outputs, each.append)
-    tensors = [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
-    if not tensors or len({len(tensor) for tensor in tensors}) > 1:
+    found = joined(measured(outputs, names))
+    if found is None:
         raise UsageError(
             f"a score of what the model gives wants a tensor, or some with a row for each example; "
             f"this model gives a {type(outputs).__name__}. Take a score of the loss, such as "
             "fisher; those of branches are of the outputs, too: gate without them (branches=False, "
             "--no-branches)"
         )
-    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
+    return found
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:

@@ -125,10 +125,39 @@ def test_the_loss_that_the_data_names_stays():
     assert (task.loss, task.metric, task.test) == ("l1", "mae", None)
 
 
-def test_a_network_that_answers_with_no_tensor_is_refused():
-    class Two(nn.Module):
-        def forward(self, x):
-            return [x, x]
+class Several(nn.Module):
+    """An affine map, its square in another shape, and a state that has no row for each example."""
 
-    with pytest.raises(UsageError, match="returns a list"):
-        l0prune.with_pseudo_labels([torch.zeros(2, 3)], Two())
+    def __init__(self, state):
+        super().__init__()
+        self.linear, self.state = nn.Linear(3, 4), state
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y, y.view(-1, 2, 2) ** 2, y.argmax(1), *([y.sum(0)] if self.state else []))
+
+
+def test_several_outputs_are_answers_in_one_row():
+    model, x = Several(state=False), torch.randn(7, 3)
+    task = l0prune.with_pseudo_labels((x, x), model, batch_size=3)
+    y = model.linear(x).detach()
+    torch.testing.assert_close(in_order(task.test)[1], torch.cat([y, y**2], 1))
+    assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(0, abs=1e-12)
+    with torch.no_grad():
+        model.linear.bias += 1
+    wanted = torch.cat([torch.ones_like(y), 2 * y + 1], 1).square().mean().item()
+    assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_only_named_outputs_are_answers():
+    model, x = Several(state=True), torch.randn(7, 3)
+    task = l0prune.with_pseudo_labels((x, x), model, outputs=["output_0"])
+    torch.testing.assert_close(in_order(task.test)[1], model.linear(x).detach())
+    with torch.no_grad():
+        model.linear.bias += 2
+    assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(4, rel=1e-5)
+
+
+def test_answers_without_a_row_for_each_example_are_refused():
+    with pytest.raises(UsageError, match=r"returns a tuple.*a row for each example"):
+        l0prune.with_pseudo_labels([torch.zeros(2, 3)], Several(state=True))

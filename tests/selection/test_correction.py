@@ -80,6 +80,15 @@ def test_a_budget_on_some_axes_is_not_observed(observed):
     assert Stairs.looked == 0
 
 
+def test_what_is_predicted_alone_is_met_without_a_look(observed):
+    observed(100.0)
+    model = gated(random_scores(2, SIZE))
+    measure = Stairs(l0prune.gates(model).plan)
+    ((_, amount),) = l0prune.fit(model, "stairs=0.5", observe=False).items()
+    assert Stairs.looked == 0
+    assert amount == measure.actual(l0prune.gates(model).open()) <= 0.5 * measure.dense()
+
+
 def test_each_look_is_counted(observed):
     observed(1.3)
     model, shares = gated(random_scores(2, SIZE)), []

@@ -316,8 +316,9 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
     """Return a mask with this many slots of each axis; bool, shape ``(plan.size,)``.
 
     These are the first slots, except for single inputs that are cut beside whole maps. Such inputs
-    are spread over the maps, as gates leave them: the first ones alone would close whole maps, and
-    the file would lack the node that picks inputs. The first map, which is kept, always lacks some.
+    are drawn at random, as gates leave them: what is closed at regular places, in whatever order
+    the inputs are, can be whole maps, and the file would lack the node that picks inputs. The first
+    input, which is of a map that is kept, is closed first.
     """
     return slots_of_each(plan, [widths])[0]
 
@@ -333,10 +334,11 @@ def slots_of_each(plan: Plan, networks: Sequence[Widths]) -> Tensor:
     open_ = place < torch.tensor(networks).repeat_interleave(sizes, dim=1)
     for number in beside_maps(plan):
         axis = plan.axes[number]
+        order = torch.randperm(axis.size - 1, generator=torch.Generator().manual_seed(0)) + 1
+        order = torch.cat([order, torch.zeros(1, dtype=torch.long)]) + axis.start
         open_[:, axis.slice] = False
         for row, widths in zip(open_, networks, strict=True):
-            slots = torch.arange(widths[number])
-            row[axis.start + axis.size - 1 - slots * axis.size // widths[number]] = True
+            row[order[: widths[number]]] = True
     return open_
 
 

@@ -38,6 +38,10 @@ Tolerance = Annotated[
         "held-out inputs, such as 1%."
     ),
 ]
+Spared = Annotated[
+    str,
+    typer.Option("--measure", help="What --tolerance spares: macs, or latency."),
+]
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
 ]
@@ -66,6 +70,7 @@ def shrink(
     budget: Budget = None,
     faster: options.Faster = None,
     tolerance: Tolerance = None,
+    measure: Spared = "macs",
     recover: Recover = 0,
     *,
     settings: dict[str, Any],
@@ -114,18 +119,20 @@ def shrink(
     shapes = free_dims(dynamic, module)
     if shapes is None and isinstance(source, Mapping):
         say_of_lengths(module, ((), source))
+    timed_by = budget or [f"{measure}=1"]
     with shown(console=err):
         small = l0prune.shrink(
             module,
             source,
             budget or None,
             tolerance=tolerance,
+            measure=measure,
             recover=recover,
             samples=samples,
             batch_size=batch_size,
             seed=seed,
             class_dim=class_dim,
-            latency=lambda gated: latency_table(None, Path(spec), budget, gated, target),
+            latency=lambda gated: latency_table(None, Path(spec), timed_by, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=shapes,
             **asked,

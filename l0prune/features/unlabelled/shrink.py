@@ -28,7 +28,7 @@ from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
-from l0prune.plan.measures import Source
+from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
@@ -50,8 +50,9 @@ _WORSE = (
     "{}. Give a larger budget, more inputs (samples), or epochs of training on the network's own "
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
+MEASURES = "macs", Latency.name  # what a tolerance can spare
 _TRIED = 5  # sizes that are tried for a tolerance
-_SMALLEST = 0.05  # smallest share of the MACs that is tried for a tolerance
+_SMALLEST = 0.05  # smallest share that is tried for a tolerance
 
 
 @displayed
@@ -61,6 +62,8 @@ def shrink(
     budget: LimitsLike | None = None,
     *,
     tolerance: float | str | None = None,
+    judge: Callable[[nn.Module], float] | None = None,
+    measure: str = MEASURES[0],
     recover: int = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
@@ -87,11 +90,14 @@ def shrink(
         budget: what may be left, as for ``fit``: ``"macs=0.5"``, ``"latency=0.5"``.
         tolerance: in place of a budget: the smallest network of which ``"1%"`` or 0.01 of held-out
             examples get another class, or of the outputs' variance is error without classes.
+        judge: with a tolerance, a function of a network that says in its place how much worse that
+            is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
+        measure: what is spared under a tolerance: ``"macs"``, or ``"latency"`` for the fastest.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
-        latency: a table of times for a budget in latency, or a function that makes one of the
-            gated model; one is measured where none is given.
+        latency: a table of times for a budget or tolerance in latency, or a function that makes one
+            of the gated model; one is measured where none is given.
         samples: inputs that are used, at most.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
@@ -105,14 +111,18 @@ def shrink(
             whole layers stay.
 
     Raises:
-        UsageError: neither budget nor tolerance is given, or both; or it cannot be met; or the
-            network is worse than the mean of the original's outputs.
+        UsageError: neither budget nor tolerance is given, or both, or a judge without a tolerance;
+            or it cannot be met; or the network is worse than the mean of the original's outputs.
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
     check_whole("recover", recover, 0)
     if (budget is None) == (tolerance is None):
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
+    if judge is not None and tolerance is None:
+        raise UsageError("judge decides which networks are within a tolerance: give one, too")
+    if measure not in MEASURES:
+        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     work, inputs = copied(model), inputs_for(model, inputs)
     users, model = model, copied_around(model)  # a forward may write into its module
@@ -120,24 +130,27 @@ def shrink(
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
+    table = latency(work) if callable(latency) else latency
+    wanted = limits(f"{measure}=1" if budget is None else budget)
+    widths["latency"] = table_if_needed(work, wanted, table, target)
     if budget is not None:
-        table = latency(work) if callable(latency) else latency
-        widths["latency"] = table_if_needed(work, limits(budget), table, target)
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed, widths)
+            curve, before = _smallest(found, division, allowed, measure, widths, judge)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
-        judge = _Judge(found.judged, found.classes, device_of(found.root), outputs)
+        held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
     if recover:
-        task = with_pseudo_labels(inputs, model, device=device, held_out=judge.batches)
+        task = with_pseudo_labels(
+            inputs, model, device=device, held_out=held_out.batches, outputs=outputs
+        )
         compensated = snapshot(work)
         run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
-        after = judge.nearness(model, work)
+        after = held_out.nearness(model, work)
         if after.error > before.error:
             put_back(work, compensated)
             warn(_UNDONE)
@@ -149,7 +162,7 @@ def shrink(
         gates_of(work).asked = (f"tolerance={allowed:g}",)
     result = export(work)
     result.measure_rounding_of(users)
-    result.fidelity = judge.nearness(model, copied_around(result.module))
+    result.fidelity = held_out.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
 
@@ -159,12 +172,20 @@ class Step:
     """A network that ``shrink`` tried for a tolerance.
 
     Attributes:
-        share: the requested share of the MACs.
+        share: the requested share of the measure.
+        measure: what is spared.
         fidelity: nearness of its outputs to the original's.
+        far: what was compared with the tolerance.
     """
 
     share: float
+    measure: str
     fidelity: Fidelity
+    far: float
+
+    def __str__(self) -> str:
+        """Return how far it is as text."""
+        return f"{self.far:.1%} from the original ({self.fidelity})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +206,12 @@ class _Judge:
 
 @stage("looking for the smallest network within the tolerance")
 def _smallest(
-    found: Calibration, division: Division, allowed: float, widths: dict[str, Any]
+    found: Calibration,
+    division: Division,
+    allowed: float,
+    measure: str,
+    widths: dict[str, Any],
+    judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
@@ -200,16 +226,19 @@ def _smallest(
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = fit_and_compensate(found, f"macs={share:.4f}", division, **widths)[1].after
+            budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
+            gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
-        tried.append(Step(share, after))
-        far = (
-            after.error
-            if not found.classes.are_known or after.agreement is None
-            else 1 - after.agreement
-        )
+        after = gain.after
+        if judge is not None:
+            far = judge(found.root)
+        elif found.classes.are_known and after.agreement is not None:
+            far = 1 - after.agreement
+        else:
+            far = after.error
+        tried.append(Step(share, measure, after, far))
         if far <= allowed:
             high = math.log(share)
             best = snapshot(found.root), after
@@ -217,10 +246,10 @@ def _smallest(
             low = math.log(share)
     if best is None:
         nearest = max(tried, key=lambda step: step.share, default=None)
-        said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
+        said = f" With {nearest.measure}={nearest.share:.2f}: {nearest}." if nearest else ""
         raise UsageError(
-            f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
-            "more, or give more inputs"
+            f"no smaller network was found that stays within {allowed:.1%}.{said} Allow more, or "
+            "give more inputs"
         )
     put_back(found.root, best[0])
     return sorted(tried, key=lambda step: step.share), best[1]

@@ -7,7 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import l0prune
 from l0prune.features.latency.sizes import (
     Size,
     SizeFinder,
@@ -17,7 +19,7 @@ from l0prune.features.latency.sizes import (
     sampled_widths,
     slots_of,
 )
-from l0prune.plan.layout import Cat, Const, Prod, Slots, axes_of
+from l0prune.plan.layout import Cat, Const, Gated, Prod, Slots, axes_of
 from l0prune.plan.plan import Axis, Plan
 
 A, B = Slots(0, 0, 24), Slots(1, 0, 24)
@@ -124,3 +126,29 @@ def test_samples_begin_with_the_dense_network_and_every_other_one_leaves_axes_wh
     assert sum(whole[1::2]) / 100 == pytest.approx(0.5, abs=0.1)
     assert sum(whole[::2]) / 100 < 0.2  # by chance, and where blocks are as large
     assert len({tuple(widths) for widths in others}) > 80
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)])
+def test_single_inputs_are_picked_beside_whole_maps_at_every_width(order):
+    """Else a file would lack the node that picks them, in whatever order maps are flattened."""
+    layers = nn.Conv2d(2, 16, 2), nn.ReLU(), Permute(order), nn.Flatten(), nn.Linear(144, 3)
+    model = l0prune.gate(nn.Sequential(*layers), (torch.randn(2, 2, 4, 4),), branches=False)
+    plan = l0prune.gates(model).plan
+    (inputs,) = (number for number, axis in enumerate(plan.axes) if axis.size == 144)
+    read = plan.tensors["4.weight"][1]
+    assert isinstance(read, Gated)
+    for width in range(2, 144):
+        widths = [width if number == inputs else axis.size for number, axis in enumerate(plan.axes)]
+        kept = plan.kept(slots_of(plan, widths))
+        assert int(plan.mask(read, kept).sum()) < int(plan.mask(read.base, kept).sum())
+
+
+class Permute(nn.Module):
+    """Dims in another order."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def forward(self, x):
+        return x.permute(self.order)

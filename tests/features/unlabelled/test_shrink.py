@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.exporting.onnx import file
 from l0prune.features.unlabelled import shrink as module
 from l0prune.features.unlabelled.fidelity import fidelity
+from l0prune.plan.cost import CostModel
+from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import tolerance_of
 
 
@@ -81,11 +84,69 @@ def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     assert shown == sorted(shown)
 
 
+def test_a_judge_decides_what_is_within_a_tolerance(network):
+    model, data = network
+    tried = []
+
+    def judge(other):
+        tried.append(nn.utils.parameters_to_vector(other.parameters()).detach().norm().item())
+        return 0.0 if len(tried) == 2 else 0.02
+
+    small = l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=judge)
+    assert len(tried) == len(set(tried)) == len(small.curve) == 5
+    (within,) = [step for step in small.curve if step.far <= 0.01]
+    assert small.macs / small.macs_before <= within.share
+    assert sum(step.far == 0.02 for step in small.curve) == 4
+    with pytest.raises(UsageError, match=r"stays within 1\.0%.*2\.0% from the original"):
+        l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02)
+
+
+class HalfFixed:
+    """Times of which half do not depend on the hidden layer's width."""
+
+    name = "latency"
+
+    def of(self, plan):
+        (cost,) = [each for each in plan.costs if each.unit == "macs" and each.owner == "3"]
+        terms = cost, replace(cost, scale=64 * cost.scale, dims=())
+        return Unseen(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
+
+
+class Unseen(Latency):
+    """Times of a search, whose steps are not timed."""
+
+    def observed(self, model):
+        raise AssertionError("a step of the search is timed")
+
+
+def test_a_tolerance_in_time_finds_the_fastest(network):
+    model, data = network
+    small = l0prune.shrink(
+        model,
+        data.train.inputs[:200],
+        tolerance="1%",
+        judge=lambda other: float(l0prune.gates(other).open().sum() < 20),
+        measure="latency",
+        latency=HalfFixed(),
+        round_to=1,
+        exclude="1.in",
+    )
+    assert {step.measure for step in small.curve} == {"latency"}
+    share = min(step.share for step in small.curve if step.far == 0)
+    ((kept, whole),) = small.widths.values()
+    assert (64 + kept) / (64 + whole) <= share < (64 + kept + 1) / (64 + whole)
+    assert 20 <= kept < 30
+
+
 def test_what_makes_no_sense_is_refused(network):
     model, data = network
     for kwargs in ({}, {"budget": "macs=0.5", "tolerance": "1%"}):
         with pytest.raises(UsageError, match="either a budget"):
             l0prune.shrink(model, data, **kwargs)
+    with pytest.raises(UsageError, match="judge decides"):
+        l0prune.shrink(model, data, "macs=0.5", judge=lambda _: 0.0)
+    with pytest.raises(UsageError, match="macs or latency, not 'time'"):
+        l0prune.shrink(model, data, tolerance="1%", measure="time")
     for given in ("one", "0", "150%", -1, 0.0):
         with pytest.raises(UsageError, match="between 0 and 1"):
             tolerance_of(given)

