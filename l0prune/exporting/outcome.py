@@ -56,7 +56,7 @@ class Tried(Protocol):
 
     @property
     def measure(self) -> str:
-        """What is spared."""
+        """Name of the measure of which a share was requested."""
 
     @property
     def fidelity(self) -> Nearness:
@@ -130,12 +130,12 @@ class Outcome:
 
     @property
     def int8(self) -> Any:
-        """What eight bits change, once ``save_onnx`` wrote an int8 file; else None."""
+        """Comparison of the int8 file with the one in float32; None if there is no such file."""
         return self.in_fewer_bits.get("int8")
 
     @property
     def half(self) -> Any:
-        """What 16 bits change, once ``save_onnx`` wrote a file in them; else None."""
+        """Comparison of the file in 16 bits with the one in float32; None if there is none."""
         return self.in_fewer_bits.get("float16", self.in_fewer_bits.get("bfloat16"))
 
     @property

@@ -64,7 +64,7 @@ def permute(infer: Inference, node: Node) -> Value:
 
 @rule("aten.diagonal", zero=each)
 def diagonal(infer: Inference, node: Node) -> Value:
-    """Of two dims the positions where both are the same slot, as a new last dim."""
+    """Move the diagonal of two dims, where both are the same slot, to a new last dim."""
     dims = list(infer.dims(source(node)))
     first, second = (int(argument(node, at, f"dim{at - 1}", at - 2)) % len(dims) for at in (2, 3))
     one, other = dims[first], dims[second]
