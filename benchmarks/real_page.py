@@ -49,7 +49,7 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
                 f"{about}| {row.get('measure', '–')} | {' '.join(said.split())[:200]} |" + " |" * 7
             )
             continue
-        own, small = found["float32"], found["int8"]
+        own, small = found["float32"], found.get("int8", {"refused": "–"})
         cells = (
             f"{row['measure']:.3f} → {own['measure']:.3f}",
             f"{own['before']:.3g} → {own['ms']:.3g}",
