@@ -97,7 +97,7 @@ def take_out_marks(program: ExportedProgram) -> None:
 def _take_out(
     module: GraphModule, stored: Mapping[Node, str], raw: dict[Node, tuple[str, str]]
 ) -> None:
-    """Remove the marks from one graph, whose inputs are ``stored`` by name, and ``raw`` if marked."""
+    """Remove the marks from one graph; ``stored`` are its inputs by name, ``raw`` those marked."""
     marks = []
     for node in module.graph.nodes:
         source = _marked_by(node)
