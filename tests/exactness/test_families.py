@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from families import FAMILIES, measure
+from exact_families import FAMILIES, measure
 
 from benchmarks.scramble import SIGNAL
 

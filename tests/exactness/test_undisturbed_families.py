@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES
+from exact_families import FAMILIES
 from torch import nn
 
 import l0prune

@@ -48,8 +48,11 @@ def test_nothing_is_repeated_to_fit(targets):
 
 
 def test_what_is_no_tensor_needs_a_function():
-    with pytest.raises(UsageError, match=r"gives y: \(3, 1\) of float32.*Give a function"):
-        loss_of("mse")({"y": Y}, T)
+    assert torch.equal(loss_of("mse")({"y": Y, "place": T.long()}, T), loss_of("mse")(Y, T))
+    with pytest.raises(UsageError, match=r"shape \(3, 2\) and the targets \(3, 1\).*a function"):
+        loss_of("mse")({"y": Y, "z": Y}, T)
+    with pytest.raises(UsageError, match=r"gives y: \(3, 1\) of float32, z: .*Give a function"):
+        loss_of("mse")({"y": Y, "z": Y[:2]}, T)
     with pytest.raises(UsageError, match="the targets are None"):
         loss_of("mse")(Y, None)
 
