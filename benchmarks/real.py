@@ -249,20 +249,21 @@ def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--page", type=Path, help="write the table of all rows to this file")
+    parser.add_argument("--page", type=Path, help="write the table of all rows to this file, and run nothing")
     parser.add_argument("--one", help="WAY:NETWORK, in this process")
     given: Namespace = parser.parse_args()
     if given.one:
         way, name = given.one.split(":")
         measure(name, steps(name, way))
         return
+    if given.page:
+        given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
+        return
     known = {(row["model"], row.get("way")) for row in rows(PATH, KEY)}
     for name in given.networks:
         for way in given.ways:
             if (name, way) not in known:
                 run("benchmarks.real", PATH, way, [name], LIMIT, str)
-    if given.page:
-        given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
 
 
 if __name__ == "__main__":
