@@ -249,7 +249,9 @@ def main() -> None:
     parser = parser_of(__doc__ or "")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--page", type=Path, help="write the table of all rows to this file, and run nothing")
+    parser.add_argument(
+        "--page", type=Path, help="write the table of all rows to this file, and run nothing"
+    )
     parser.add_argument("--one", help="WAY:NETWORK, in this process")
     given: Namespace = parser.parse_args()
     if given.one:
