@@ -26,7 +26,7 @@ from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
 from l0prune.exporting.network import copies_of
 from l0prune.exporting.notes import CHANGED
-from l0prune.exporting.onnx.derived import Beside, InFloat32
+from l0prune.exporting.onnx.derived import Derived, InFloat32, wanted
 from l0prune.exporting.onnx.file import describe
 from l0prune.exporting.onnx.speedup import cut_facts, measured
 from l0prune.exporting.onnx.times import DenseNetwork
@@ -46,7 +46,7 @@ from l0prune.progress.display import displayed
 from l0prune.progress.stages import counting, stage, steps
 
 # About how long parts of writing a file take, relative to each other.
-_WRITTEN, _TIMED = 4, 6
+_PROGRAM, _WRITTEN, _TIMED = 1, 4, 6
 
 
 class Export(Outcome):
@@ -152,14 +152,18 @@ class Export(Outcome):
             UsageError: an option does not fit the model, the opset or the others.
         """
         check_whole("threads", threads, most=THREADS)
+        asked = wanted(fewer_bits)
         check_opset(opset)
         check_apart(path, self.source)
         self._look()
         self.speedup, self.in_fewer_bits = None, {}
-        beside_it = Beside.of(fewer_bits, opset, self._made.pieces)
-        opset, parts = beside_it.opset, _WRITTEN + time * _TIMED + beside_it.effort
+        parts = _PROGRAM + _WRITTEN + time * _TIMED + sum(each.kind.effort for each in asked)
         with stage(f"writing {Path(path).name}"), counting(parts) as counter:
-            self._untimed = ""
+            pieces, self._untimed, made = self._made.pieces, "", list[Derived]()
+            counter.step(_PROGRAM)
+            for each in asked:
+                made.append(each.of(opset, pieces))
+                opset = made[-1].opset
             with Unfinished() as files:
                 with counter.takes(_WRITTEN):
                     certificate = self._write_proven(files, path, opset, external_data)
@@ -167,14 +171,14 @@ class Export(Outcome):
                 dense: Path | None = None
                 if time:
                     with counter.takes(_TIMED):
-                        dense = self._time(unfinished, beside, threads, opset, beside_it.names)
+                        also = [other.name for other in made]
+                        dense = self._time(unfinished, beside, threads, opset, also)
                 facts = self._describe(files, certificate)
-                known = (facts, threads, time, dense, self.ranges)
-                proven = InFloat32(unfinished, self._made.pieces[0], *known)
-                for each in beside_it.made:
-                    place = files.begin(file.with_name(f"{file.stem}.{each.name}{file.suffix}"))
-                    with counter.takes(each.effort):
-                        self.in_fewer_bits[each.name] = each.write(proven, *place)
+                proven = InFloat32(unfinished, pieces[0], facts, threads, time, dense, self.ranges)
+                for other in made:
+                    place = files.begin(file.with_name(f"{file.stem}.{other.name}{file.suffix}"))
+                    with counter.takes(other.effort):
+                        self.in_fewer_bits[other.name] = other.write(proven, *place)
         self.certificate, self.files = certificate, files.written
         self._warn_of_files()
         return self.files

@@ -113,44 +113,42 @@ DERIVED: Registry[type[Derived]] = Registry("option of save_onnx", "derived")
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Files of fewer bits that were asked for, and the opset that suits all of them."""
+class Wanted:
+    """File of fewer bits that keywords of ``save_onnx`` ask for, before it is known what of.
 
-    made: tuple[Derived, ...]
-    opset: int | None
+    Attributes:
+        kind: of the file.
+        given: value of its keyword.
+        more: values of the further keywords.
+    """
 
-    @classmethod
-    def of(
-        cls, asked: Mapping[str, Any], opset: int | None, pieces: Sequence[ExportedPart]
-    ) -> Beside:
-        """Return the files that these keywords ask for.
+    kind: type[Derived]
+    given: Any
+    more: Mapping[str, Any]
 
-        Raises:
-            UsageError: a keyword is unknown or does not fit, or its file is not asked for.
-        """
-        given = {name: value for name, value in asked.items() if value is not None}
-        made: list[Derived] = []
-        for kind in dict.fromkeys(map(DERIVED.named, given)):
-            more = {name: given[name] for name in kind.also if name in given}
-            if kind.keyword in given:
-                made.append(kind(given[kind.keyword], opset, pieces, **more))
-                opset = made[-1].opset
-            elif any(more.values()):
-                raise UsageError(
-                    f"{listed([*more])}= is about the file that {kind.keyword}= asks for: give "
-                    f"{kind.keyword}, too"
-                )
-        return cls(tuple(made), opset)
+    def of(self, opset: int | None, pieces: Sequence[ExportedPart]) -> Derived:
+        """Return the file of these pieces; see ``Derived``."""
+        return self.kind(self.given, opset, pieces, **self.more)
 
-    @property
-    def effort(self) -> int:
-        """About how long they take, in the time of a translation to ONNX."""
-        return sum(each.effort for each in self.made)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return their names, such as ``int8``."""
-        return tuple(each.name for each in self.made)
+def wanted(asked: Mapping[str, Any]) -> list[Wanted]:
+    """Return the files of fewer bits that keywords ask for.
+
+    Raises:
+        UsageError: a keyword is unknown, or its file is not asked for.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    found: list[Wanted] = []
+    for kind in dict.fromkeys(map(DERIVED.named, given)):
+        more = {name: given[name] for name in kind.also if name in given}
+        if kind.keyword in given:
+            found.append(Wanted(kind, given[kind.keyword], more))
+        elif any(more.values()):
+            raise UsageError(
+                f"{listed([*more])}= is about the file that {kind.keyword}= asks for: give "
+                f"{kind.keyword}, too"
+            )
+    return found
 
 
 def check_in_one(pieces: Sequence[ExportedPart], what: str, way_on: str) -> None:
