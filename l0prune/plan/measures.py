@@ -20,6 +20,7 @@ from l0prune.errors import UsageError
 from l0prune.plan.budget_text import COUNTED, UNITS, check_measure
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
+from l0prune.plan.numbers import LARGE, in_thousands
 from l0prune.plan.plan import Axis, Cost, Plan
 
 
@@ -279,9 +280,6 @@ def measure_of(
     return kind.of(plan) if model is None else kind.of_model(model, plan, at)
 
 
-_LARGE = ["", " k", " M", " G", " T"]
-
-
 class Count(SumOfTerms):
     """Measure that is a whole number, such as parameters or MACs."""
 
@@ -303,11 +301,7 @@ class Count(SumOfTerms):
     @classmethod
     def brief(cls, amount: float) -> str:
         """Format an amount with three digits: ``77.3 k``."""
-        value, units = float(amount), list(_LARGE)
-        while value >= 999.5 and len(units) > 1:
-            value /= 1000
-            units.pop(0)
-        return f"{value:.3g}{units[0]}"
+        return in_thousands(amount, LARGE)
 
 
 @register

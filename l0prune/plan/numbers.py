@@ -1,9 +1,10 @@
-"""Checks of numbers from users and files against bounds."""
+"""Checks of numbers from users and files against bounds, and short texts of numbers."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from l0prune.errors import UsageError
 
@@ -11,6 +12,7 @@ MOST = 2**31 - 1  # of examples in a batch, of steps
 SEEDS = 2**32 - 1  # the largest that NumPy takes
 THREADS = 2**12
 NETWORKS = 10**5  # that are timed for a table
+LARGE = ("", " k", " M", " G", " T")  # thousands of a count
 LARGEST = 1e12  # of prices, rates and milliseconds
 
 
@@ -60,3 +62,16 @@ def tolerance_of(given: float | str) -> float:
     if not 0 < given < 1:
         raise UsageError("a tolerance is a part of 1 between 0 and 1, such as '1%' or 0.01")
     return given
+
+
+def in_thousands(amount: float, units: Sequence[str]) -> str:
+    """Format an amount with three digits: ``13.8 k``.
+
+    Args:
+        amount: in the first unit.
+        units: as they follow the number, each a thousand of the one before it.
+    """
+    value, last = float(amount), 0
+    while abs(value) >= 999.5 and last + 1 < len(units):
+        value, last = value / 1000, last + 1
+    return f"{value:.3g}{units[last]}"

@@ -11,7 +11,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.features.recipes import files as recipe_files
-from l0prune.plan.numbers import check_number, check_whole, is_count, is_number
+from l0prune.plan.numbers import LARGE, check_number, check_whole, in_thousands, is_count, is_number
 from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings
 
@@ -88,3 +88,18 @@ def test_functions_refuse_what_no_machine_has():
         l0prune.evaluate(model, ([], [(x, torch.zeros(2).long())]), batch_size=10**18)
     with pytest.raises(UsageError, match="seed"):
         l0prune.score(model, "random", seed=10**30)
+
+
+@pytest.mark.parametrize(
+    ("amount", "said"),
+    [
+        (0, "0"),
+        (999.4, "999"),
+        (999.6, "1 k"),
+        (13_802, "13.8 k"),
+        (-2e6, "-2 M"),
+        (5e15, "5e+03 T"),
+    ],
+)
+def test_large_amounts_are_said_in_thousands(amount, said):
+    assert in_thousands(amount, LARGE) == said

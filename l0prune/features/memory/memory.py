@@ -20,6 +20,7 @@ from l0prune.plan.branch import KIND, in_switches
 from l0prune.plan.cost import Amounts, Axes, CostModel
 from l0prune.plan.layout import Layouts
 from l0prune.plan.measures import Measure, register
+from l0prune.plan.numbers import in_thousands
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch
 
@@ -97,11 +98,7 @@ class Memory(Measure):
     @classmethod
     def brief(cls, amount: float) -> str:
         """Format an amount with three digits: ``6.44 GB``."""
-        units = ["B", "kB", "MB", "GB", "TB"]
-        while amount >= 999.5 and len(units) > 1:
-            amount /= 1000
-            units.pop(0)
-        return f"{amount:.3g} {units[0]}"
+        return in_thousands(amount, (" B", " kB", " MB", " GB", " TB"))
 
 
 def _stored(model: nn.Module, plan: Plan, itemsize: int | None) -> Iterator[Cost]:

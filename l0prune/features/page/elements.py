@@ -7,6 +7,7 @@ from math import isclose, log10
 
 from markupsafe import Markup, escape
 
+from l0prune.plan.numbers import LARGE, in_thousands
 from l0prune.training.history import IN_PERCENT
 
 Attribute = str | int | float | None
@@ -92,9 +93,6 @@ def _number(value: Attribute) -> str:
     return str(value)
 
 
-_UNITS = ("", " k", " M", " G", " T")
-
-
 def count(amount: float) -> str:
     """Format a count with all digits: ``13,802``."""
     return f"{round(amount):,}"
@@ -113,20 +111,12 @@ def change(before: float | None, after: float, *, is_survey: bool = False) -> st
 
 def brief(amount: float) -> str:
     """Format an amount with three digits: ``13.8 k``."""
-    value, units = float(amount), list(_UNITS)
-    while abs(value) >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g}{units[0]}"
+    return in_thousands(amount, LARGE)
 
 
 def size(amount: float) -> str:
     """Format a size in bytes: ``57.4 kB``."""
-    value, units = float(amount), ["bytes", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g} {units[0]}"
+    return in_thousands(amount, (" bytes", " kB", " MB", " GB", " TB"))
 
 
 def milliseconds(amount: float) -> str:
