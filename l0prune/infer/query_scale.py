@@ -136,15 +136,15 @@ class _Followed:
         return self._known[node]
 
     def is_all_for(self, attention: Node) -> bool:
-        """Check that only the attention reads the values that lead to its query.
+        """Check that the values and parameters of a query are read by it alone.
 
         Slices of them are excepted, which are the keys and values.
         """
-        own = {attention, *(node for node, rows in self._known.items() if rows)}
-        computed = (node for node in own if node.op == "call_function" and node != attention)
-        return all(
-            user in own or operator_name(user.target) in _PIECES
-            for node in computed
+        own = {node for node, rows in self._known.items() if rows}
+        asked = [*attention.args, *attention.kwargs.values()]
+        return sum(each in own for each in asked if isinstance(each, Node)) == 1 and all(
+            user in own or user == attention or operator_name(user.target) in _PIECES
+            for node in own
             for user in node.users
         )
 
@@ -172,22 +172,28 @@ class _Followed:
             return self._moved(node)
         if name == "aten.cat":
             return self._joined(node)
-        operands = [arg for arg in node.args if isinstance(arg, Node)]
-        found = [(arg, made) for arg in operands if (made := self._read(arg))]
-        if name in ("aten.add", "aten.sub"):
+        operands = list(node.args)
+        if name == "aten.mul":  # a parameter scales the product, whatever the other factor is
+            parameters = (arg for arg in operands if isinstance(arg, Node) and self._stores(arg))
+            operands = next(([each] for each in parameters), operands)
+        made = [self._read(arg) if isinstance(arg, Node) else {} for arg in operands]
+        if name in ("aten.add", "aten.sub") and all(made):
             every: _Rows = {}
-            for _, made in found:
-                for key, tensors in made.items():
+            for rows in made:
+                for key, tensors in rows.items():
                     every.setdefault(key, []).extend(self._like(node, t) for t in tensors)
             return every
-        if name in _SIGNED and len(found) <= 2:
-            bare = [made for arg, made in found if arg.op == "placeholder"]
-            chosen = bare[0] if bare else found[0][1] if len(found) == 1 else None
-            if chosen is not None:
-                return {key: [self._like(node, t) for t in ts] for key, ts in chosen.items()}
-        if found:
+        if name == "aten.mul" and not all(made):
+            made.sort(key=bool, reverse=True)
+        if name in _SIGNED and made[0] and not any(made[1:]):
+            return {key: [self._like(node, t) for t in ts] for key, ts in made[0].items()}
+        if any(made):
             raise _Unknown
         return {}
+
+    def _stores(self, node: Node) -> bool:
+        """Check whether a node is a parameter."""
+        return node.op == "placeholder" and bool(self._read(node))
 
     def _of_operands(self, node: Node, places: Sequence[int]) -> _Rows:
         """Return the rows of parameters whose dim 0 is the last dim of the result."""

@@ -119,6 +119,10 @@ def rotated(q):
     return q * angles.cos() + half * angles.sin()
 
 
+def unit(q):
+    return q * (q.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 QUERIES = {
     "linear": (lambda m, x: split(m.q(x)), {"q": nn.Linear(12, 12)}),
     "fused": (lambda m, x: split(m.q(x).chunk(3, -1)[1]), {"q": nn.Linear(12, 36)}),
@@ -130,6 +134,10 @@ QUERIES = {
     "normalised": (
         lambda m, x: m.norm(split(m.q(x))),
         {"q": nn.Linear(12, 12), "norm": nn.LayerNorm(4)},
+    ),
+    "normalised by hand": (
+        lambda m, x: unit(split(m.q(x))) * m.norm_gain,
+        {"q": nn.Linear(12, 12), "norm_gain": nn.Parameter(torch.randn(4))},
     ),
     "conv1d of a language model": (
         lambda m, x: split(torch.addmm(m.b, x.reshape(-1, 12), m.w).view(2, 5, 12)),
@@ -170,11 +178,36 @@ def test_rows_that_queries_are_made_of(name):
 def test_a_network_may_be_deeper_than_calls_can_be():
     def deep(m, x):
         q = m.a(x).unflatten(-1, (3, -1)).transpose(1, 2)
-        k = v = q
+        k = v = m.k(x).unflatten(-1, (3, -1)).transpose(1, 2)
         for _ in range(1200):
             q = -q
         return m.b(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    net = Fn(deep, a=nn.Linear(12, 12), b=nn.Linear(12, 12))
+    net = Fn(deep, **{name: nn.Linear(12, 12) for name in "akb"})
     factors = plan_of(net, torch.randn(2, 5, 12)).code.queries
     assert {factor.tensor for factor in factors} == {"a.weight", "a.bias"}
+
+
+UNSCALED = {  # by scaling the layer "q" or the parameter "gain"
+    "a key is the query": lambda m, q: (q, q),
+    "a key is of the query's layer": lambda m, q: (q, split(m.q(torch.ones(2, 5, 12)))),
+    "a key has the same factor": lambda m, q: (q * m.gain, q.detach() * 0 + m.gain),
+    "a divisor": lambda m, q: (q / m.gain, None),
+    "of unit length": lambda m, q: (q / q.norm(dim=-1, keepdim=True), None),
+    "a sum with a constant": lambda m, q: (q + 1, None),
+    "a sum with what has no parameters": lambda m, q: (q + torch.ones(2, 3, 5, 4), None),
+}
+
+
+@pytest.mark.parametrize("name", UNSCALED)
+def test_queries_that_no_parameter_scales_alone(name):
+    """No rows are given for them, so that their call is given the scale."""
+
+    def forward(m, x):
+        q, k = UNSCALED[name](m, split(m.q(x)))
+        k, v = (split(m.k(x)) if k is None else k), split(m.v(x))
+        return m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    layers = {each: nn.Linear(12, 12) for each in ("q", "k", "v", "out")}
+    net = Fn(forward, **layers, gain=nn.Parameter(torch.rand(4) + 0.5))
+    assert plan_of(net, torch.randn(2, 5, 12)).code.queries == ()
