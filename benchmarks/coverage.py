@@ -34,24 +34,31 @@ import torch
 from torch import nn
 
 import l0prune
-from benchmarks import isolation, reports, reports_page, threads, today, zoo
+from benchmarks import (
+    isolation,
+    report_steps,
+    reports,
+    reports_page,
+    thread_steps,
+    threads,
+    today,
+    zoo,
+)
 from benchmarks.coverage_page import page, with_section
 from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row, parser_of
-from benchmarks.reloading import answer, reloaded
-from benchmarks.scramble import Example, scramble
+from benchmarks.reloading import kept_class, loaded_again
+from benchmarks.scramble import scramble
 from benchmarks.threads_page import page as threads_page
 from benchmarks.threads_page import summary as threads_summary
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
-from l0prune.exporting.certify.difference import difference
-from l0prune.files.cut_layers import OWN, SkippedModule
 
-# Networks of threads in trackers, and the line of each for the terminal.
+# Networks of threads in trackers, the line of each for the terminal, and what is done with one.
 OF_USERS = {
-    "threads": (threads.MODELS, threads_summary),
-    "reports": (reports.REPORTS, reports_page.summary),
+    "threads": (threads.MODELS, threads_summary, thread_steps.steps),
+    "reports": (reports.REPORTS, reports_page.summary, report_steps.steps),
 }
 
 
@@ -59,15 +66,8 @@ def steps(
     which: str, name: str, with_sizes: bool = False, with_branches: bool = False
 ) -> Iterator[Row]:
     """One model, step by step; ``with_sizes`` other sizes than the batch are to be free."""
-    if which == "threads":
-        from benchmarks import thread_steps
-
-        yield from thread_steps.steps(name)
-        return
-    if which == "reports":
-        from benchmarks import report_steps
-
-        yield from report_steps.steps(name)
+    if which in OF_USERS:
+        yield from OF_USERS[which][-1](name)
         return
     model, (args, kwargs), loss = zoo.build_with_loss(which, name)
     yield {"step": "survey"} | ({"versions": today.versions()} if which == "today" else {})
@@ -120,7 +120,9 @@ def steps(
         }
         if which == "today":
             yield {"step": "reload"}
-            yield loaded_again(name, small, (args, kwargs), Path(folder))
+            build = partial(zoo.build, "today", name)
+            how, error, _ = loaded_again(build, small, Path(folder), (args, kwargs))
+            yield {"loaded_by": how, "loaded_error": error}
 
 
 def trained(model: nn.Module, loss: today.Loss) -> float:
@@ -132,21 +134,6 @@ def trained(model: nn.Module, loss: today.Loss) -> float:
     model.zero_grad()
     model.eval()
     return value.item()
-
-
-def loaded_again(name: str, dense: l0prune.Export, example: Example, folder: Path) -> Row:
-    """What loads the smaller network from its files, and how far its outputs are off."""
-    how, loaded = reloaded(partial(zoo.build, "today", name), dense, folder)
-    found, expected = (answer(each, example) for each in (loaded, dense.module))
-    return {"loaded_by": how, "loaded_error": difference(expected, found)}
-
-
-def kept_class(dense: l0prune.Export) -> str:
-    """``yes`` for its own class, ``layers`` if some layers are cut ones, or ``graph``."""
-    if not dense.rebuilt:
-        return "graph"
-    cut = any(isinstance(module, (*OWN, SkippedModule)) for module in dense.module.modules())
-    return "layers" if cut else "yes"
 
 
 def free_sizes(dense: l0prune.Export, is_asked: bool) -> Row:
@@ -209,7 +196,7 @@ def main() -> None:
         parser.error("which --zoo?")
     kind = f"{options.zoo}-branches" if options.branches else options.zoo
     path = ROOT / "runs" / f"coverage-{kind}.jsonl"
-    every, line = OF_USERS.get(options.zoo) or (zoo.names(options.zoo), summary)
+    every, line, *_ = OF_USERS.get(options.zoo) or (zoo.names(options.zoo), summary)
     names = options.models or isolation.missing(path, every)
     also = [f"--{name}" for name in ("sizes", "branches") if getattr(options, name)]
     isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, line, also)

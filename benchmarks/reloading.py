@@ -13,6 +13,7 @@ import l0prune
 from benchmarks.scramble import Example, like
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.exporting.certify.difference import difference
+from l0prune.files.cut_layers import OWN, SkippedModule
 
 
 def reloaded(
@@ -42,6 +43,14 @@ def loaded_again(
     how, loaded = reloaded(build, dense, folder)
     found, expected = (answer(each, example) for each in (loaded, dense.module))
     return how, difference(expected, found), loaded
+
+
+def kept_class(dense: l0prune.Export) -> str:
+    """``yes`` for its own class, ``layers`` if some layers are cut ones, or ``graph``."""
+    if not dense.rebuilt:
+        return "graph"
+    cut = any(isinstance(module, (*OWN, SkippedModule)) for module in dense.module.modules())
+    return "layers" if cut else "yes"
 
 
 def answer(model: nn.Module, example: Example) -> list[Tensor]:

@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import l0prune
 from benchmarks import thread_models, threads
 from benchmarks.by_turns import Run, in_runtime, in_torch, seconds
-from benchmarks.coverage import kept_class
 from benchmarks.isolation import Row
-from benchmarks.reloading import loaded_again
+from benchmarks.reloading import kept_class, loaded_again
 from benchmarks.scramble import scramble
 from benchmarks.thread_models import Example
 from l0prune.exporting.certify.certificate import MODEL
