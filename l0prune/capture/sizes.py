@@ -82,23 +82,21 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
     """
     if dynamic_shapes is None:
         return FreeSizes()
-    args, kwargs = example
     try:
-        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        inputs = _by_name(model, example)
     except TypeError as error:
         raise UsageError(f"the example is none that the model's forward takes: {error}") from error
     given = dynamic_shapes
     if not isinstance(given, Mapping):
-        given = dict(zip(arguments, given, strict=False))
-    flat = {**arguments, **arguments.get("kwargs", {})}
-    unknown = [name for name in given if name not in flat]
+        given = dict(zip(inputs, given, strict=False))
+    unknown = [name for name in given if name not in inputs]
     if unknown:
         raise UsageError(
             f"dynamic_shapes names {unknown[0]!r}, which is no input of the example; there are "
-            f"{', '.join(map(str, flat))}"
+            f"{', '.join(map(str, inputs))}"
         )
     found: dict[int, dict[int, str]] = {}
-    for name, value in flat.items():
+    for name, value in inputs.items():
         for leaf, path in _leaves(value, given.get(name), str(name)):
             if id(leaf) not in found or found[id(leaf)] == {}:
                 found[id(leaf)] = _dims(leaf, path, name)
@@ -111,12 +109,20 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
 def named_inputs(model: nn.Module, inputs: Inputs) -> dict[str, Tensor] | None:
     """Return a model's inputs by name; None if its forward takes others, or not all are tensors."""
     try:
-        named = inspect.signature(model.forward).bind(*inputs[0], **inputs[1]).arguments
+        found = _by_name(model, inputs)
     except TypeError:
         return None
-    further = named.pop("kwargs", {})
-    found = {**named, **further} if isinstance(further, Mapping) else named
     return found if all(isinstance(value, Tensor) for value in found.values()) else None
+
+
+def _by_name(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Return each input by its name, those in ``**kwargs`` too; a TypeError for other inputs."""
+    signature = inspect.signature(model.forward)
+    found = signature.bind(*inputs[0], **inputs[1]).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            found |= found.pop(name, {})
+    return found
 
 
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:

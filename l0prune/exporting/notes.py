@@ -27,8 +27,8 @@ _FROM_TWO = "the model's forward treats a single example in another way"
 def notes_on_files(made: Whole | InParts, module: nn.Module) -> list[str]:
     """Return the notes on programs and files made from ``module``, some of them empty."""
     on_model = (_note_on_sizes(made), _note_on_objects(made), _note_on_draws(made.pieces))
-    on_state = map(_note_on_state, made.pieces)
-    return [_note_on_batches(made.pieces), *on_model, *on_state, note_on_pickles(module)]
+    on_pieces = (note(piece) for piece in made.pieces for note in (_note_on_zeros, _note_on_state))
+    return [_note_on_batches(made.pieces), *on_model, *on_pieces, note_on_pickles(module)]
 
 
 def _note_on_batches(pieces: Sequence[ExportedPart]) -> str:
@@ -87,6 +87,18 @@ def _note_on_sizes(made: Whole | InParts) -> str:
         elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
             lines.append(f"Program and ONNX file are for {name} of 2 or more.")
     return "\n".join(lines)
+
+
+def _note_on_zeros(piece: ExportedPart) -> str:
+    """Return a note on a comparison of zeros alone, which shows nothing; empty for others."""
+    scales = [scale for answer in piece.answers for scale in answer.scales]
+    if not scales or any(scales):
+        return ""
+    return (
+        f"All outputs{f' of {piece.path}' if piece.path else ''} are 0 for the inputs that were "
+        "compared, so that the comparison shows nothing. Usual causes: a last layer that starts "
+        "with zeros and was not trained or loaded, or inputs that are all alike."
+    )
 
 
 def _note_on_state(piece: ExportedPart) -> str:

@@ -30,14 +30,17 @@ _WEIGHTS = (5, 3, 1, 1)  # about how long the steps take: capture, branches, axe
 
 
 @stage("looking for what can be cut")
-def offered(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
+def offered(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> Parts:
     """Return the model's parts, with a plan of only what can be gated and cut.
 
     With ``L0PRUNE_STRICT=1`` in the environment the error of a failed trial is raised.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
-        UsageError: the model cannot be analysed, or the example holds no tensor.
+        UsageError: the model cannot be analysed, the example holds no tensor, or none that
+            ``dynamic_shapes`` names.
     """
     passes: list[Callable[[Parts], Parts]] = [
         without_refused_branches,
@@ -46,7 +49,7 @@ def offered(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Pa
     ]
     with counting(sum(_WEIGHTS)) as counter:
         with counter.takes(_WEIGHTS[0]):
-            parts = inferred(model, args, kwargs)
+            parts = inferred(model, args, kwargs, dynamic_shapes)
         for each, weight in zip(passes, _WEIGHTS[1:], strict=True):
             with counter.takes(weight):
                 parts = each(parts)

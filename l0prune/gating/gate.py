@@ -151,7 +151,7 @@ def gate(
     """
     given, model = model, _plain(model)
     kind = _kind(gate)
-    found = offered(model, args, kwargs) if survey is None else survey
+    found = survey or offered(model, args, kwargs, dynamic_shapes)
     free = free_sizes(model, found.example, dynamic_shapes)
     if keep_class == "native":
         branches = _native_branches(branches)

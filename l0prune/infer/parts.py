@@ -24,7 +24,7 @@ from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_given, filled, keep, record
 from l0prune.capture.model_checks import check_module, warn_of_nan
 from l0prune.capture.provenance import within
-from l0prune.capture.sizes import Inputs, batch_of
+from l0prune.capture.sizes import Inputs, batch_of, free_sizes
 from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import CaptureError, UsageError, first_line
 from l0prune.infer.build import Analysis, analyse
@@ -193,12 +193,15 @@ class Parts:
 
 @one_at_a_time()
 @explained
-def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
+def inferred(
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any = None
+) -> Parts:
     """Infer the plan of a model from the user's example inputs.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
-        UsageError: the model cannot be analysed, or the example holds no tensor.
+        UsageError: the model cannot be analysed, the example holds no tensor, or none that
+            ``dynamic_shapes`` names.
     """
     check_module(model)
     warn_of_nan(model)
@@ -209,7 +212,9 @@ def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> P
             "The example inputs hold no tensor with a batch dimension. Give them as the model "
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
-    return parts_of(model, keep(model, args, by_name))
+    example = keep(model, args, by_name)
+    free_sizes(model, example, dynamic_shapes)
+    return parts_of(model, example)
 
 
 def parts_of(model: nn.Module, example: Inputs) -> Parts:

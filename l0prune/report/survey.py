@@ -443,7 +443,7 @@ def survey(
     """
     if isinstance(model, nn.Module):
         model = inside(model)
-    parts = offered(model, args, kwargs)
+    parts = offered(model, args, kwargs, dynamic_shapes)
     weights = weights_of(model)
     layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)

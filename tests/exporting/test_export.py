@@ -233,3 +233,13 @@ def test_of_a_wrapper_the_model_in_it_is_exported(wrap):
     assert difference(model, small, x) <= ROUNDED
     assert small.note.startswith("What was gated is exported")
     assert small.module.state_dict().keys() == l0prune.export(model).module.state_dict().keys()
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_a_comparison_of_zeros_is_said_to_show_nothing(is_zero):
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    if is_zero:
+        for parameter in net[2].parameters():
+            nn.init.zeros_(parameter)
+    small = l0prune.export(close_some(l0prune.gate(net, torch.randn(2, 4))))
+    assert ("All outputs are 0" in small.note) == is_zero

@@ -14,7 +14,7 @@ from torch.export import Dim
 
 import l0prune
 from l0prune.capture.capture import capture
-from l0prune.capture.sizes import FreeSizes
+from l0prune.capture.sizes import FreeSizes, free_sizes, named_inputs
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx.times import one_example
 
@@ -209,8 +209,22 @@ def test_a_length_is_free_beside_a_batch_that_is_not(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_for(shapes, text):
+    net = Skip()
     with pytest.raises(UsageError, match=text):
-        l0prune.gate(Skip(), torch.randn(2, 3, 8, 8), dynamic_shapes=shapes)
+        l0prune.gate(net, torch.randn(2, 3, 8, 8), dynamic_shapes=shapes)
+    net.a = None  # a capture would find that its forward fails
+    with pytest.raises(UsageError, match=text):
+        l0prune.survey(net, torch.randn(2, 3, 8, 8), dynamic_shapes=shapes)
+
+
+def test_inputs_have_the_names_that_further_keywords_give():
+    def forward(x, **others):
+        return x + others["y"]
+
+    net, example = nn.Identity(), ((torch.ones(2, 3),), {"y": torch.ones(2, 3)})
+    net.forward = forward
+    assert named_inputs(net, example).keys() == {"x", "y"}
+    assert free_sizes(net, example, {"y": {1: "n"}}).names == ("n",)
 
 
 def test_a_size_of_one_says_nothing_about_others():
