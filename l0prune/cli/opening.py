@@ -297,7 +297,7 @@ def load_data(
                 "`l0prune finetune --learn gates`; in Python l0prune.with_pseudo_labels(inputs, "
                 "model) makes the model's own answers the targets, and in a recipe answers = true"
             )
-        _say_of_texts(spec, source)
+        _say_of_inputs(spec, source)
         return source
     parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
     classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
@@ -331,16 +331,24 @@ def say_of_lengths(model: Any, example: Any) -> None:
         )
 
 
-def _say_of_texts(spec: str, inputs: Any) -> None:
-    """Print how many texts there are and how long, if the data source is a text."""
-    if not _is_text(spec):
-        return
-    number, length = inputs["input_ids"].shape
-    is_padded = "attention_mask" in inputs
-    say(
-        f"{spec}: {number:,} texts, one a line, "
-        + (f"padded to {length} tokens, with a mask" if is_padded else f"all of {length} tokens")
-    )
+def _say_of_inputs(spec: str, inputs: Any) -> None:
+    """Print how many inputs without labels there are and their form, if these are a known kind."""
+    kind, _, rest = spec.partition(":")
+    if kind == "imagefolder":
+        from l0prune.data.image_folder import described  # loads torch
+
+        say(f"{spec}: {len(inputs):,} images without labels, {described(rest)[1]}")
+    elif _is_text(spec):
+        number, length = inputs["input_ids"].shape
+        is_padded = "attention_mask" in inputs
+        say(
+            f"{spec}: {number:,} texts, one a line, "
+            + (
+                f"padded to {length} tokens, with a mask"
+                if is_padded
+                else f"all of {length} tokens"
+            )
+        )
 
 
 def _sized(source: Any) -> dict[str, Any]:

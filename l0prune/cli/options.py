@@ -53,7 +53,8 @@ DataSpec = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (images "
+        help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (a folder for each "
+        "class, or without labels images alone; "
         "of the size that the model was gated with, else of their own if they are squares of one "
         "size, else 224x224; of 160x160: imagefolder:DIR:160; "
         "grey ones: imagefolder:DIR:1x160), text (FILE.txt, "

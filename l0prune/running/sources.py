@@ -456,7 +456,8 @@ def load_data(
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
             ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside, or else a folder
-            for each class, of which every fifth image is for the test; inputs of the images' own
+            for each class, of which every fifth image is for the test, or else images alone, which
+            are inputs without labels; inputs of the images' own
             size where all are squares of one size, else of 224×224 pixels, or of as many as in
             ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
             ``preprocessing``), a text (``FILE.txt``, ``text:PATH``, a folder

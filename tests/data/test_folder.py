@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from l0prune.data import image_folder
 from l0prune.errors import DataError
 from l0prune.running.sources import load_data
 
@@ -128,6 +129,19 @@ def test_an_image_that_cannot_be_read(tmp_path):
     data = load_data(f"imagefolder:{tmp_path}:16")
     with pytest.raises(DataError, match="cannot be read"):
         list(data.test.batches(2))
+
+
+def test_images_without_labels_are_inputs_alone(tmp_path, monkeypatch):
+    make(tmp_path / "labelled")
+    alone = tmp_path / "labelled" / "train" / "cat"
+    given = load_data(f"imagefolder:{alone}:16")
+    expected = next(load_data(f"imagefolder:{tmp_path / 'labelled'}:16").train.batches(3))[0]
+    assert torch.equal(given, expected)
+    monkeypatch.setattr(image_folder, "_MOST", 2)
+    assert torch.equal(load_data(f"imagefolder:{alone}:16"), given[::2])
+    (alone / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing more")
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        load_data(f"imagefolder:{alone}:16")
 
 
 def test_folders_that_are_no_data(tmp_path):
