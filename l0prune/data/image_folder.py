@@ -40,9 +40,10 @@ def image_folder(spec: str, rest: str) -> Data | Tensor:
     class is a test image. Of a folder of images alone the inputs are returned, of at most 1,024
     images from all over the folder. Images become squares of that size, by default their own where
     all are squares of one size, else 224, as for torchvision's networks: the shorter side is
-    resized to 256/224 of it, and the center is cropped; see ``Preprocessing``. Augmented training images are
-    random crops of the originals, resized to that size, mirrored or not. Where the images are
-    squares of that size already, none is resized, and augmented ones are shifted and mirrored.
+    resized to 256/224 of it, and the center is cropped; see ``Preprocessing``. Augmented training
+    images are random crops of the originals, resized to that size, mirrored or not. Where the
+    images are squares of that size already, none is resized, and augmented ones are shifted and
+    mirrored.
     """
     folder, preprocessing, is_equal = described(rest)
     images = sorted(path for path in folder.iterdir() if path.suffix.lower() in _ENDINGS)
