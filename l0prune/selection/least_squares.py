@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
+LARGE, FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
 
 
 class Moments:
@@ -145,7 +145,7 @@ def solve(
         return left_of(about, weight)
 
     tried: list[tuple[float | None, Tensor]] = [(None, error(prior))]
-    for strength in DAMPING if prior.shape[1] < _LARGE else _FEWER:
+    for strength in DAMPING if prior.shape[1] < LARGE else FEWER:
         weight = _ridge(*seen.about(mean=has_bias)[:2], prior, strength)
         if weight is not None:
             tried.append((strength, error(weight)))

@@ -171,10 +171,13 @@ class Calibration:
         with bypass(self.root), stage("looking at each layer cut alone"):
             judge = divergence if self.classes.are_scores else relative_error
             by = partial(judge, classes=self.classes.dim_of, names=self.gates.outputs)
-            return Division(self.root, self.gates.plan, self.used, self.judged_by(), by)
+            return Division(self.root, self.gates.plan, *self.divided(), by)
 
-    def judged_by(self) -> list[Any]:
-        """Return batches, or a part of one, with about ``PROBES`` outputs."""
+    def divided(self) -> tuple[list[Any], list[Any]]:
+        """Return batches to fit weights to, and others, or a part of one, to compare outputs on.
+
+        The latter have about ``PROBES`` outputs, but are a third of all at most.
+        """
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
@@ -183,8 +186,9 @@ class Calibration:
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.classes.are_scores else PROBES
         if needed < length:
-            return [Batch(first, None).head(needed).inputs]
-        return self.used[: math.ceil(needed / length)]
+            return self.used[1:], [Batch(first, None).head(needed).inputs]
+        count = min(math.ceil(needed / length), max(1, len(self.used) // 3))
+        return self.used[count:], self.used[:count]
 
 
 @contextmanager

@@ -10,6 +10,9 @@ measurement: the error of the dense network's outputs with this axis alone cut, 
 compensated, at a few widths. Between these it is interpolated by the error of the readers. The sum
 over axes approximates the total error, and the score of a slot is its increase of that sum over its
 cost.
+
+The inputs that outputs are compared on are held out from C: of a layer with more features than
+samples any cut looks free on those that it was fitted to. They choose the damping of C, too.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import counting, steps
 from l0prune.selection.fitting import Fitting
-from l0prune.selection.least_squares import Moments
+from l0prune.selection.least_squares import DAMPING, FEWER, LARGE, Moments, damping
 from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
@@ -50,7 +53,6 @@ _TURNS = 3  # each computes costs at the choice of the turn before
 PROBES = 256  # outputs, about, that are compared: examples, or places of them with classes
 _MANY, _FEWER = 24, (0.35, 0.7)  # number of axes from which fewer widths are measured, and these
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # removed shares of an axis at which outputs are measured
-_DAMPING = 1e-4
 _KEPT = 1 << 29  # bytes of the dense network's products that need not be computed again
 
 
@@ -177,17 +179,28 @@ class _Input:
     scale: float
 
     @classmethod
-    def of(cls, read: Read, moments: Moments, places: int, *, has_bias: bool) -> _Input:
-        """Return the reader from a call of it and the moments of the inputs of all calls."""
-        covariance, _, _ = moments.about(mean=has_bias)
-        covariance = covariance.cpu()
+    def of(cls, read: Read, seen: Moments, held: Moments, places: int, *, has_bias: bool) -> _Input:
+        """Return the reader from a call of it and the moments of the inputs of all calls.
+
+        The damping of C is the one by which each feature is best predicted from all others on
+        inputs that are held out, each weighted by what reads it.
+        """
+        covariance, of_held = (each.about(mean=has_bias)[0].cpu() for each in (seen, held))
         weight = read.product.matrix(read.weight).double().cpu()
         weight = weight.unflatten(1, (-1, places)).flatten(2)
         scale = float((covariance @ weight * weight).sum().clamp(min=1e-30))
-        diagonal = covariance.diagonal(dim1=1, dim2=2)
-        diagonal.add_(_DAMPING * torch.where(diagonal > 0, diagonal, 1.0))
-        mean = (moments.x / moments.count).cpu() * has_bias
-        return cls(read, places, torch.linalg.inv(covariance), mean, weight, scale)
+        matter = weight.square().sum(2)
+
+        def inverse(strength: float) -> Tensor:
+            return torch.linalg.inv(covariance + damping(covariance, strength).diag_embed())
+
+        def unexplained(inverse: Tensor) -> float:
+            squares = (inverse @ of_held * inverse).sum(2)
+            return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
+
+        tried = map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER)
+        mean = (seen.x / seen.count).cpu() * has_bias
+        return cls(read, places, min(tried, key=unexplained), mean, weight, scale)
 
     def instead(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the matrix and the constant for ``Read.run_with`` from a changed weight."""
@@ -208,6 +221,7 @@ class _Probe:
     """A batch on which outputs of the dense network with some weights changed are compared.
 
     Attributes:
+        batch: its inputs.
         products: results of the first products, reused until the first changed weight.
 
     Args:
@@ -217,7 +231,7 @@ class _Probe:
     """
 
     def __init__(self, division: Division, batch: Any, most: int) -> None:
-        self._division, self._batch = division, batch
+        self._division, self.batch = division, batch
         self.products: list[Tensor] = []
         with forwards(division.model, [batch], division.weights) as (forward,):
             while (read := forward.advance()) is not None:
@@ -229,7 +243,7 @@ class _Probe:
     def error(self, changed: Mapping[View, tuple[Tensor, Tensor | None]]) -> float:
         """Return the error of the outputs with other weights; see ``Read.run_with``."""
         known = iter(self.products)
-        with forwards(self._division.model, [self._batch], self._division.weights) as (forward,):
+        with forwards(self._division.model, [self.batch], self._division.weights) as (forward,):
             while (read := forward.advance()) is not None:
                 if read.view in changed:
                     read.run_with(*changed[read.view])
@@ -245,9 +259,9 @@ class Division:
     Args:
         model: the dense network, in eval mode.
         plan: whose axes may be cut.
-        batches: inputs.
+        batches: inputs that weights are fitted to.
+        probes: other inputs, whose outputs are compared.
         judge: function from outputs and their batch to a function: the error of other outputs.
-        probes: inputs whose outputs are compared.
     """
 
     def __init__(
@@ -273,10 +287,12 @@ class Division:
             for axis in self._axes(view):
                 read_by.setdefault(axis, []).append(view)
         curves, held = [], dict[View, _Input]()
-        moments, unseen = dict[View, Moments](), {v: r.calls for v, r in self.readers.items()}
+        moments = {view: (Moments(), Moments()) for view in self.readers}
+        unseen = {view: reader.calls for view, reader in self.readers.items()}
+        inputs = [*self.batches, *(probe.batch for probe in self.probes)]
         with (
             counting(len(read_by)) as counter,
-            forwards(self.model, self.batches, self.weights) as running,
+            forwards(self.model, inputs, self.weights) as running,
         ):
             while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
                 for read in reads:
@@ -287,12 +303,12 @@ class Division:
                     continue
                 if any(read.view != view for read in reads):
                     raise UsageError(OTHER_WAYS.format(view.name))
-                places = self._count(moments.setdefault(view, Moments()), reads)
+                places = self._count(*moments[view], reads)
                 unseen[view] -= 1
                 if unseen[view]:
                     continue
                 has_bias = self.readers[view].has_bias
-                held[view] = _Input.of(reads[0], moments.pop(view), places, has_bias=has_bias)
+                held[view] = _Input.of(reads[0], *moments.pop(view), places, has_bias=has_bias)
                 for axis in of_view:
                     if all(each in held for each in read_by[axis]):
                         needed = {each: held[each] for each in read_by.pop(axis)}
@@ -314,14 +330,15 @@ class Division:
         slots = self._slots_in(axis, view)[0]
         return len(slots[:, 0].unique()) == 1 < len(slots[0].unique())
 
-    def _count(self, moments: Moments, reads: Sequence[Read]) -> int:
+    def _count(self, seen: Moments, held: Moments, reads: Sequence[Read]) -> int:
         """Add the inputs of one call, in all batches; return the places of ``_Input``."""
         view, features = reads[0].view, reads[0].product.matrix(reads[0].weight).shape[1]
-        reader, places = self.readers[view], 1
-        if features > _LARGEST or len(reads) * reader.rows < 2 * features:
+        reader, places, batches = self.readers[view], 1, len(self.batches)
+        if features > _LARGEST or batches * reader.rows < 2 * features:
             slots = torch.stack([self._slots(axis, view, 1) for axis in self._axes(view)])
             places = places_of(reads[0], slots)
         for number, read in enumerate(reads):
+            moments = seen if number < batches else held
             for wanted in read.row_blocks(_ROWS // len(reads) // reader.calls, number, places):
                 x = by_channel(read.product.inputs(read.args, wanted), places)
                 moments.add(x, x[..., :0])

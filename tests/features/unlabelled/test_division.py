@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.errors import L0pruneWarning
+from l0prune.features.unlabelled.compensate import calibration
 from l0prune.features.unlabelled.division import Division, _pooled
 from l0prune.features.unlabelled.fidelity import relative_error
 from l0prune.gating.attaching import bypass
@@ -117,6 +119,23 @@ def test_scores_meet_a_budget_where_it_costs_least():
     for curve in division.curves:  # within an axis slots go in its order
         mine = scores[plan.axes[curve.axis].slice][torch.tensor(curve.order)]
         assert bool((mine.diff() > 0).all())
+
+
+def test_a_layer_with_more_features_than_samples_is_not_free_to_cut():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 4)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    l0prune.gate(model, torch.randn(2, 12))
+    with calibration(model, torch.randn(120, 12), batch_size=10) as found:
+        (curve,) = (c for c in found.division().curves if len(c.order) == 299)
+        gone = sorted(curve.outputs)[2]
+        left = torch.ones(found.gates.plan.size, dtype=torch.bool)
+        left[found.gates.plan.axes[curve.axis].start + torch.tensor(curve.order[:gone])] = False
+        found.gates.set_open(left)
+        with pytest.warns(L0pruneWarning, match="fewer samples than inputs"):
+            after = found.compensate().after
+        assert curve.outputs[gone] > 0.5 * after.error > 0.01
 
 
 def test_pooled_values_never_fall():

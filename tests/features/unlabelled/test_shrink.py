@@ -198,9 +198,9 @@ def test_a_network_that_is_worse_than_a_constant_has_to_be_asked_for():
         pytest.warns(L0pruneWarning),
         pytest.raises(UsageError, match=r"say less than a constant[\s\S]*allow_worse_than_mean"),
     ):
-        l0prune.shrink(model, x, "macs=0.2")
+        l0prune.shrink(model, x, "macs=0.1")
     with pytest.warns(L0pruneWarning):
-        small = l0prune.shrink(model, x, "macs=0.2", allow_worse_than_mean=True)
+        small = l0prune.shrink(model, x, "macs=0.1", allow_worse_than_mean=True)
     assert small.fidelity.error > 1
 
 
