@@ -38,7 +38,8 @@ import l0prune
 from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
 from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
-from benchmarks.real_networks import NETWORKS, Real
+from benchmarks import real_networks, real_signals
+from benchmarks.real_networks import Real
 from benchmarks.real_page import TOLERANCES, page
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.data.dataset import as_arguments, map_tensors
@@ -227,6 +228,7 @@ def simplified(path: Path, to: Path) -> None:
     onnx.save(onnxsim.simplify(onnx.load(str(path)))[0], str(to))
 
 
+NETWORKS = {**real_networks.NETWORKS, **real_signals.NETWORKS}
 WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
     "shrink": shrunk, "finetune": finetuned, "whole": whole, "rivals": rivals,
 }  # fmt: skip
