@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 import l0prune
+from benchmarks import real_networks, real_signals
 from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
 from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
-from benchmarks import real_networks, real_signals
 from benchmarks.real_networks import Real
 from benchmarks.real_page import TOLERANCES, page
 from l0prune.capture.example_inputs import tensors_in
