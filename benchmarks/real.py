@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import l0prune
-from benchmarks import real_networks, real_signals
+from benchmarks import real_crystals, real_networks, real_signals
 from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
 from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
@@ -170,7 +170,8 @@ def finetuned(judge: Judge) -> Iterator[Row]:
     """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
     real, table, begun = judge.real, judge.table(), time.process_time()
     settings = {**FINETUNE, "latency": table, **real.finetune}
-    data = l0prune.with_pseudo_labels(real.inputs, real.model)
+    names = real.gate.get("outputs", ())
+    data = l0prune.with_pseudo_labels(real.inputs, real.model, outputs=names)
     low, high = math.log(SMALLEST), 0.0
     found: dict[str, Any] = {}
     tried = []
@@ -228,7 +229,11 @@ def simplified(path: Path, to: Path) -> None:
     onnx.save(onnxsim.simplify(onnx.load(str(path)))[0], str(to))
 
 
-NETWORKS = {**real_networks.NETWORKS, **real_signals.NETWORKS}
+NETWORKS = {
+    **real_networks.NETWORKS,
+    **real_signals.NETWORKS,
+    "chgnet": real_crystals.chgnet,
+}
 WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
     "shrink": shrunk, "finetune": finetuned, "whole": whole, "rivals": rivals,
 }  # fmt: skip
