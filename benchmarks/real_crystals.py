@@ -42,15 +42,27 @@ def chgnet_package() -> Any:
             CrystalGraphConverter=lambda **_: None)  # fmt: skip
     holding("pymatgen")
     holding("pymatgen.core", Structure=None)
-    return import_module("chgnet.model.model")
+    package = import_module("chgnet.model.model")
+    sys.modules["chgnet.model.layers"].aggregate = added  # type: ignore[attr-defined]
+    return package
+
+
+def added(data: Tensor, owners: Tensor, *, average: bool, num_owner: int) -> Tensor:
+    """Sums of the rows of each owner.
+
+    The package counts the owners besides, by an operator whose sizes depend on numbers: no ONNX
+    file can have that.
+    """
+    assert not average
+    return data.new_zeros(num_owner, data.shape[1]).index_add(0, owners, data)
 
 
 class Crystals(nn.Module):
     """Energies of crystals of one arrangement of atoms, without the part of the composition."""
 
-    def __init__(self, network: nn.Module, package: Any, size: float) -> None:
+    def __init__(self, network: nn.Module, size: float) -> None:
         super().__init__()
-        self.network, self._graph = network, package.BatchedGraph
+        self.network = network
         for name, values in bonds(size).items():
             self.register_buffer(name, values)
 
@@ -69,18 +81,21 @@ class Crystals(nn.Module):
         )  # fmt: skip
         atom, one, one_directed, two, two_directed = self.angle.unbind(1)
         sides = ((each + every * row).flatten() for each in (one_directed, two_directed))
-        graph = self._graph(
-            atomic_numbers=kinds.flatten(), bond_bases_ag=far, bond_bases_bg=close,
-            angle_bases=net.angle_basis_expansion(*(vectors[each] for each in sides)),
-            batched_atom_graph=(self.ends + atoms * row[..., None]).flatten(0, 1),
-            batched_bond_graph=torch.stack(
-                [atom + atoms * row, one + pairs * row, two + pairs * row], 2
-            ).flatten(0, 1),
-            atom_owners=row.expand(-1, atoms).flatten(),
-            directed2undirected=(self.pair + pairs * row).flatten(),
-            atom_positions=[], strains=[], volumes=[],
-        )  # fmt: skip
-        return net._compute(graph)["e"]
+        angles = net.angle_embedding(net.angle_basis_expansion(*(vectors[each] for each in sides)))
+        atom_graph = (self.ends + atoms * row[..., None]).flatten(0, 1)
+        bond_graph = [atom + atoms * row, one + pairs * row, two + pairs * row]
+        bond_graph = torch.stack(bond_graph, 2).flatten(0, 1)
+        found, bond = net.atom_embedding(kinds.flatten() - 1), net.bond_embedding(far)
+        of_atoms = {"bond_weights": net.bond_weights_ag(far), "atom_graph": atom_graph,
+                    "directed2undirected": (self.pair + pairs * row).flatten()}  # fmt: skip
+        weights = net.bond_weights_bg(close)
+        layers = zip(net.atom_conv_layers[:-1], net.bond_conv_layers, net.angle_layers, strict=True)
+        for by_atoms, by_bonds, by_angles in layers:
+            found = by_atoms(atom_feas=found, bond_feas=bond, **of_atoms)
+            bond = by_bonds(found, bond, weights, angles, bond_graph)
+            angles = by_angles(found, bond, angles, bond_graph)
+        found = net.atom_conv_layers[-1](atom_feas=found, bond_feas=bond, **of_atoms)
+        return net.mlp(net.readout_norm(found)).view(-1, atoms).mean(1)
 
 
 def bonds(size: float) -> dict[str, Tensor]:
@@ -113,7 +128,7 @@ def chgnet() -> Real:
     package = chgnet_package()
     (file,) = (wheel("chgnet", "0.4.2") / "chgnet" / "pretrained" / "0.3.0").glob("*.tar")
     network = package.CHGNet.from_dict(torch.load(file, "cpu", weights_only=True)["model"])
-    model, drawn = Crystals(network, package, 5.6).eval(), torch.Generator().manual_seed(0)
+    model, drawn = Crystals(network, 5.6).eval(), torch.Generator().manual_seed(0)
     kinds = torch.cat([
         torch.tensor(of)[torch.randint(len(of), (400, 2), generator=drawn)].repeat_interleave(2, 1)
         for of in (METALS, OTHERS)
