@@ -35,10 +35,11 @@ from typing import Any
 import torch
 
 import l0prune
+from benchmarks import real_crystals, real_networks, real_signals
 from benchmarks.eight_bits import Reader, by_turns
 from benchmarks.faster import save
 from benchmarks.isolation import ROOT, Row, measure, parser_of, rows, run
-from benchmarks.real_networks import NETWORKS, Real
+from benchmarks.real_networks import Real
 from benchmarks.real_page import TOLERANCES, page
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.data.dataset import as_arguments, map_tensors
@@ -169,7 +170,8 @@ def finetuned(judge: Judge) -> Iterator[Row]:
     """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
     real, table, begun = judge.real, judge.table(), time.process_time()
     settings = {**FINETUNE, "latency": table, **real.finetune}
-    data = l0prune.with_pseudo_labels(real.inputs, real.model)
+    names = real.gate.get("outputs", ())
+    data = l0prune.with_pseudo_labels(real.inputs, real.model, outputs=names)
     low, high = math.log(SMALLEST), 0.0
     found: dict[str, Any] = {}
     tried = []
@@ -227,6 +229,11 @@ def simplified(path: Path, to: Path) -> None:
     onnx.save(onnxsim.simplify(onnx.load(str(path)))[0], str(to))
 
 
+NETWORKS = {
+    **real_networks.NETWORKS,
+    **real_signals.NETWORKS,
+    "chgnet": real_crystals.chgnet,
+}
 WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
     "shrink": shrunk, "finetune": finetuned, "whole": whole, "rivals": rivals,
 }  # fmt: skip
@@ -244,6 +251,25 @@ def steps(network: str, way: str) -> Iterator[Row]:
         yield {"cpu_seconds": round(time.process_time())}
 
 
+def twice(before: list[Row], after: list[Row]) -> Iterator[str]:
+    """Lines on what was measured twice: the measure, the times as fast and the share of MACs."""
+    known = {(row["model"], row["way"]): row for row in before}
+    for row in after:
+        other = known.get((row["model"], row["way"]), {})
+        for key in row.keys() & other.keys() & {*TOLERANCES, "whole"}:
+            for bits in ("float32", "int8"):
+                said = (_figures(each[key], bits) for each in (other, row))
+                yield f"{row['model']} {row['way']} {key} {bits}: {' | '.join(said)}"
+
+
+def _figures(found: Row, bits: str) -> str:
+    own = found.get(bits, {})
+    if "ms" not in own:
+        return "no file"
+    times, share = own["before"] / own["ms"], found["macs"] / found["macs_before"]
+    return f"{own['measure']:.4f}, {times:.2f} ×, {share:.1%} of the MACs"
+
+
 def main() -> None:
     """Run what has no row yet, or print the page."""
     parser = parser_of(__doc__ or "")
@@ -251,6 +277,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument(
         "--page", type=Path, help="write the table of all rows to this file, and run nothing"
+    )
+    parser.add_argument(
+        "--again", type=Path, help="run into this file of rows instead, and print both"
     )
     parser.add_argument("--one", help="WAY:NETWORK, in this process")
     given: Namespace = parser.parse_args()
@@ -261,11 +290,14 @@ def main() -> None:
     if given.page:
         given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
         return
-    known = {(row["model"], row.get("way")) for row in rows(PATH, KEY)}
+    path = given.again or PATH
+    known = {(row["model"], row.get("way")) for row in rows(path, KEY)}
     for name in given.networks:
         for way in given.ways:
             if (name, way) not in known:
-                run("benchmarks.real", PATH, way, [name], LIMIT, str)
+                run("benchmarks.real", path, way, [name], LIMIT, str)
+    if given.again:
+        print("\n".join(twice(rows(PATH, KEY), rows(path, KEY))))
 
 
 if __name__ == "__main__":

@@ -142,11 +142,33 @@ def photographs(count: int, size: int, seed: int) -> Tensor:
 
 def mels(sounds: Tensor) -> Tensor:
     """Mel spectrograms as Resemblyzer takes them; (pieces, samples) to (pieces, frames, 40)."""
+    return mels_of(sounds, 400, 40, power=2)[:, :160]
+
+
+def mels_of(sounds: Tensor, window: int, bands: int, power: int, is_centred: bool = True) -> Tensor:
+    """Mel spectrograms at 16 kHz, each 10 ms; (pieces, samples) to (pieces, frames, bands)."""
     from transformers.audio_utils import mel_filter_bank
 
-    spectra = torch.stft(sounds, 400, 160, window=torch.hann_window(400), return_complex=True)
-    bank = mel_filter_bank(201, 40, 0.0, 8000.0, 16000, norm="slaney", mel_scale="slaney")
-    return (spectra.abs() ** 2).transpose(1, 2)[:, :160] @ torch.from_numpy(bank).float()
+    shape = torch.hann_window(window)
+    spectra = torch.stft(
+        sounds, window, 160, window=shape, center=is_centred, return_complex=True
+    ).abs()
+    bank = mel_filter_bank(window // 2 + 1, bands, 0.0, 8000.0, 16000, "slaney", "slaney")
+    return (spectra**power).transpose(1, 2) @ torch.from_numpy(bank).float()
+
+
+def steady_tones(count: int, samples: int, rate: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tones of one pitch in a little noise, and their pitches from 70 to 1,000 Hz."""
+    random_ = torch.Generator().manual_seed(seed)
+    pitch = 70 * (1000 / 70) ** torch.rand(count, generator=random_)
+    phases = 2 * torch.pi * pitch[:, None] * torch.arange(samples) / rate
+    sounds = 10 ** (-1.5 - 2 * torch.rand(count, 1, generator=random_))
+    sounds = sounds * torch.randn(count, samples, generator=random_)
+    for number in range(1, 13):
+        loud = torch.rand(count, generator=random_) / number * (pitch * number < rate / 2)
+        turned = 2 * torch.pi * torch.rand(count, 1, generator=random_)
+        sounds = sounds + 0.3 * loud[:, None] * torch.sin(number * phases + turned)
+    return sounds, pitch
 
 
 def chords(count: int, samples: int, rate: int) -> Tensor:

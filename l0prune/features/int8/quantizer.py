@@ -34,6 +34,7 @@ MINMAX, ENTROPY = "minmax", "entropy"
 PERCENTILES = {f"percentile {share:g}": share for share in (99.999, 99.99, 99.9)}
 METHODS = (MINMAX, *PERCENTILES, ENTROPY)
 _BINS = 2048
+_LARGEST = np.finfo(np.float32).max / 4  # beyond it, no range around 0 is finite in float32
 _TOGETHER = 8  # bins merged for the search by entropy
 
 
@@ -60,8 +61,8 @@ class Quantizer:
         model: the file, as ONNX Runtime's preprocessing leaves it.
         nodes: names of the nodes that can be quantized, by operator.
         ranges: of all values, by method of calibration, as ONNX Runtime's quantizer takes them.
-        infinite: names of the nodes with infinite values, which no range holds: they stay in
-            float32. Masks of attentions are -inf where nothing may be read.
+        infinite: names of the nodes with values that no range holds: they stay in float32. Masks of
+            attentions are -inf where nothing may be read, or float32's least number.
     """
 
     model: ModelProto
@@ -270,7 +271,7 @@ def _ranges(
 
 
 def _collector() -> Any:
-    """Return a collector of histograms that leaves out values which are not finite."""
+    """Return a collector of histograms that leaves out values for which there is no range."""
     from onnxruntime.quantization.calibrate import HistogramCollector
 
     class Collector(HistogramCollector):  # type: ignore[misc]
@@ -288,7 +289,7 @@ def _collector() -> Any:
         def collect(self, values: Mapping[str, list[Any]]) -> None:
             """Add the values of one call."""
             for name, arrays in values.items():
-                if not all(np.isfinite(array).all() for array in arrays):
+                if not all((np.abs(array) <= _LARGEST).all() for array in arrays):
                     self.infinite.add(name)
                     self.histogram_dict.pop(name, None)
             super().collect({k: v for k, v in values.items() if k not in self.infinite})

@@ -63,9 +63,8 @@ class OnnxNetwork(nn.Module):
         """Return the output for these inputs."""
         names = dict(zip(map(identifier, self._inputs), self._inputs, strict=True))
         values = dict(zip(self._inputs, args, strict=False))
-        if self.fixed_batch and any(
-            len(each) != self.fixed_batch for each in (*args, *kwargs.values())
-        ):
+        given = [each for each in (*args, *kwargs.values()) if each.ndim]
+        if self.fixed_batch and any(len(each) != self.fixed_batch for each in given):
             raise UsageError(
                 f"{self.origin.file} is for batches of {self.fixed_batch}: its graph has that "
                 "number in it. Export the model anew with a free batch size, or give such a batch."

@@ -487,7 +487,8 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 def _stacks(network: OnnxNetwork, example: tuple[Tensor, ...]) -> bool:
     """Return whether a batch of two examples gives the same outputs as each example alone."""
     other = _turned(example)
-    both = tuple(torch.cat(pair) for pair in zip(example, other, strict=True))
+    pairs = zip(example, other, strict=True)
+    both = tuple(torch.cat(pair) if pair[0].ndim else pair[0] for pair in pairs)
     try:
         alone = [_outputs(network, each) for each in (example, other)]
         together = _outputs(network, both)

@@ -104,8 +104,9 @@ def test_a_layer_is_quantized_as_one_would_by_hand(tmp_path):
     assert np.abs(found - expected).max() > 0
 
 
-def test_infinite_values_stay_in_float32(tmp_path):
-    """As the scores of an attention with a mask do, which are -inf where nothing may be read."""
+@pytest.mark.parametrize("nothing", [-np.inf, np.finfo(np.float32).min])
+def test_infinite_values_stay_in_float32(nothing, tmp_path):
+    """As scores of an attention with a mask: they are least where nothing may be read."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["scores"], name="scores"),
         helper.make_node("Mul", ["scores", "half"], ["scaled"], name="scaled"),
@@ -113,7 +114,7 @@ def test_infinite_values_stay_in_float32(tmp_path):
         helper.make_node("Softmax", ["masked"], ["shares"], name="shares"),
         helper.make_node("MatMul", ["shares", "v"], ["y"], name="y"),
     ]
-    mask = np.array([0, -np.inf, 0], np.float32)
+    mask = np.array([0, nothing, 0], np.float32)
     weights = {"w": numbers(8, 3), "half": np.float32([0.5]), "mask": mask, "v": numbers(3, 5)}
     x = numbers(40, 8)
     model = file(nodes, weights, (8,))

@@ -332,6 +332,18 @@ def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):
         model(torch.randn(2, 4))
 
 
+def test_a_number_beside_a_batch_that_the_graph_needs(tmp_path):
+    nodes = [node("Reshape", "x s", "r"), node("Mul", "r level", "m"), node("MatMul", "m w", "y")]
+    weights = {"s": np.array([2, -1]), "w": draws(2, 3)}
+    path = written(tmp_path / "net.onnx", nodes, weights, sizes=(1, 4), more={"level": ()})
+    model, x, level = load_model(path), torch.randn(1, 4), torch.tensor(3.0)
+    assert model.fixed_batch == 1
+    wanted = 3 * x.reshape(2, 2) @ torch.from_numpy(weights["w"])
+    assert torch.allclose(model(x, level), wanted, atol=1e-6)
+    with pytest.raises(UsageError, match="is for batches of 1"):
+        model(torch.randn(2, 4), level)
+
+
 def _if():
     inner = helper.make_graph(
         [node("Relu", "x", "r")], "inner", [], [helper.make_empty_tensor_value_info("r")]

@@ -138,6 +138,39 @@ def test_a_tolerance_in_time_finds_the_fastest(network):
     assert 20 <= kept < 30
 
 
+class Slower(HalfFixed):
+    """Times of which the whole network's is a quarter more than its layers'."""
+
+    def of(self, plan):
+        found = super().of(plan)
+        found.dense = lambda through=None: 1.25 * Latency.dense(found, through)
+        return found
+
+
+def test_a_network_of_which_nothing_is_cut_is_not_the_fastest(network):
+    model, data = network
+    tried = []
+
+    def judge(other):
+        tried.append(int(l0prune.gates(other).open().sum()))
+        return 0.02
+
+    with pytest.raises(UsageError, match="no smaller network was found"):
+        l0prune.shrink(
+            model,
+            data.train.inputs[:200],
+            tolerance="1%",
+            judge=judge,
+            measure="latency",
+            latency=Slower(),
+            round_to=1,
+            exclude="1.in",
+        )
+    slots = l0prune.gates(l0prune.gate(copy.deepcopy(model), data.train.inputs[:2], exclude="1.in"))
+    assert 2 <= len(tried) < 5
+    assert max(tried) < len(slots.open())
+
+
 def test_what_makes_no_sense_is_refused(network):
     model, data = network
     for kwargs in ({}, {"budget": "macs=0.5", "tolerance": "1%"}):
