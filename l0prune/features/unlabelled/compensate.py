@@ -122,6 +122,7 @@ class Calibration:
         used: batches of inputs that weights are fitted to.
         judged: held-out batches that measure the gain.
         classes: which dim of the outputs holds classes.
+        is_shared: the weights are another model's, too: they are replaced, not written to.
     """
 
     root: nn.Module
@@ -129,6 +130,7 @@ class Calibration:
     used: list[Any]
     judged: list[Any]
     classes: Classes
+    is_shared: bool
 
     def compensate(self) -> Compensation:
         """Refit the remaining weights, in place; see ``compensate``."""
@@ -142,7 +144,7 @@ class Calibration:
             seen = self.fidelity(root, cut, self.used[: len(self.judged)])
         self._warn(tandem, seen.error, after.error)
         if after.error < before.error:
-            _write_back(root, cut, gates)
+            _write_back(root, cut, gates, is_shared=self.is_shared)
         else:
             after, layers = before, {}
         return Compensation(before, after, layers)
@@ -196,8 +198,13 @@ def calibration(
     device: str | torch.device = "auto",
     seed: int = 0,
     class_dim: int | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Iterator[Calibration]:
     """Yield a gated model on its device, in eval mode, with batches of inputs.
+
+    Args:
+        is_shared: see ``Calibration``.
 
     Raises:
         NotGated: the model carries no gates.
@@ -208,7 +215,7 @@ def calibration(
     root, gates = holder(model)
     gates.make_whole()
     place = choose_device(device, root)
-    with on_device(root, place), evaluating(root):
+    with on_device(root, place), evaluating(root), _without_caches(root):
         given = inputs_for(root, inputs)
         pairs = list(inputs_of(given, samples, batch_size, place, seed))
         if len(pairs) < _FEWEST:
@@ -226,7 +233,21 @@ def calibration(
             outputs = measured(call(root, batches[0]), gates.outputs)
             classes = classes_of(outputs, targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
-        yield Calibration(root, gates, used, batches[::_JUDGED], classes)
+        yield Calibration(root, gates, used, batches[::_JUDGED], classes, is_shared)
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let decoders return no keys and values, which would be held for all inputs and layers."""
+    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
+    caching = [each for each in configs.values() if getattr(each, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:
@@ -249,15 +270,19 @@ def multipliers(gates: Gates, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def _write_back(root: nn.Module, cut: nn.Module, gates: Gates) -> None:
-    """Copy changed tensors into the gated model, divided by the gates that multiply them."""
+@torch.no_grad()
+def _write_back(root: nn.Module, cut: nn.Module, gates: Gates, *, is_shared: bool) -> None:
+    """Move changed tensors into the gated model, divided by the gates that multiply them."""
     mine, theirs = dict(named_tensors(root)), dict(named_tensors(cut))
     by = multipliers(gates, theirs)
-    with torch.no_grad():
-        for name, new in theirs.items():
-            old = mine[name]
-            if name in by:
-                z = by[name].to(old)
-                old.copy_(torch.where(z != 0, new / torch.where(z != 0, z, 1), old))
-            elif not torch.equal(old, new):
-                old.copy_(new)
+    for name, new in theirs.items():
+        old = mine[name]
+        if name in by:
+            z = by.pop(name).to(old)
+            new.data = torch.where(z != 0, new / torch.where(z != 0, z, 1), old)
+        if torch.equal(old, new):
+            new.data = old.data  # one tensor at a time is held twice
+        elif is_shared:
+            old.data = new.data
+        else:
+            old.copy_(new)

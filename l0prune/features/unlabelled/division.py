@@ -392,7 +392,7 @@ class Division:
 
     def _slots(self, number: int, view: View, places: int) -> Tensor:
         """Return for each feature of a product its slot of an axis, or −1."""
-        return self._slots_in(number, view)[0, ::places, 0].cpu()
+        return self._slots_in(number, view)[0, ::places, 0].cpu().clone()
 
     def _slots_in(self, number: int, view: View) -> Tensor:
         """Return the slots of an axis for each element of a product's matrix; −1 for none."""
