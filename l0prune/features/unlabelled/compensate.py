@@ -8,7 +8,7 @@ also corrects errors of the layers before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +27,16 @@ from l0prune.features.unlabelled.fidelity import (
     answers_of,
     classes_of,
     divergence,
-    fidelity,
+    fidelities,
     relative_error,
 )
+from l0prune.features.unlabelled.probes import beginning
 from l0prune.features.unlabelled.repair import Tandem
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
+from l0prune.plan.cost import cost_of
 from l0prune.plan.numbers import check_whole
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import stage
@@ -47,6 +49,7 @@ from l0prune.running.task import batch_length
 
 _FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
+_WORK, _FEWEST_PROBES = 1e12, 64  # multiply-adds for all axes, but with so many outputs at least
 _JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
 
@@ -137,11 +140,11 @@ class Calibration:
         root, gates = self.root, self.gates
         with bypass(root), stage("compensating"):
             cut = cut_copy(root, gates)
-            before = self.fidelity(root, cut, self.judged)
             tandem = Tandem(root, cut, gates.plan, gates.plan.kept(gates.open()))
             layers = tandem.run(self.used)
-            after = self.fidelity(root, cut, self.judged)
-            seen = self.fidelity(root, cut, self.used[: len(self.judged)])
+            after, before = self._fidelities(self.judged, partial(call, cut), self._gated)
+            few = self.used[: max(1, len(self.judged) // 2)]
+            (seen,) = self._fidelities(few, partial(call, cut))
         self._warn(tandem, seen.error, after.error)
         if after.error < before.error:
             _write_back(root, cut, gates, is_shared=self.is_shared)
@@ -149,9 +152,16 @@ class Calibration:
             after, layers = before, {}
         return Compensation(before, after, layers)
 
-    def fidelity(self, dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
-        """Return how close a network's outputs are to another's; both in eval mode."""
-        return fidelity(dense, other, batches, self.classes.dim_of, self.gates.outputs)
+    def _fidelities(self, batches: list[Any], *others: Callable[[Any], Any]) -> list[Fidelity]:
+        return fidelities(self.root, others, batches, self.classes.dim_of, self.gates.outputs)
+
+    def _gated(self, batch: Any) -> Any:
+        """Return the outputs with gates, where they are bypassed."""
+        self.gates.bypassed = False
+        try:
+            return call(self.root, batch)
+        finally:
+            self.gates.bypassed = True
 
     def _warn(self, tandem: Tandem, seen: float, after: float) -> None:
         if tandem.few:
@@ -176,14 +186,27 @@ class Calibration:
             return Division(self.root, self.gates.plan, self.used, self.judged_by(), by)
 
     def judged_by(self) -> list[Any]:
-        """Return batches, or a part of one, with about ``PROBES`` outputs."""
-        first = self.used[0]
+        """Return batches, or a part of one, with about ``PROBES`` outputs, fewer of slow networks.
+
+        Of long sequences it is as many places of two examples each.
+        """
+        first, plan = self.used[0], self.gates.plan
         length = batch_length(first, None)
         with torch.no_grad():
             outputs = call(self.root, first)
             found, dim = answers_of(outputs, first, self.classes.dim_of, self.gates.outputs)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
-        needed = max(1, math.ceil(PROBES / places)) if self.classes.are_scores else PROBES
+        if self.classes.are_scores and places > PROBES:
+            given = [
+                Batch(each, None).head(2).inputs for each in self.used[: 1 if length > 1 else 2]
+            ]
+            parts = [beginning(self.root, each, PROBES, self.gates.outputs) for each in given]
+            if all(part is not None for part in parts):
+                return parts
+        work = len(plan.axes) * cost_of(plan).dense_amount("macs")
+        needed = min(PROBES, max(_FEWEST_PROBES, int(_WORK / max(work, 1))))
+        if self.classes.are_scores:
+            needed = math.ceil(needed / places)
         if needed < length:
             return [Batch(first, None).head(needed).inputs]
         return self.used[: math.ceil(needed / length)]
@@ -239,7 +262,9 @@ def calibration(
 @contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
     """Let decoders return no keys and values, which would be held for all inputs and layers."""
-    configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None))}
+    configs = {
+        id(config): config for m in model.modules() if (config := getattr(m, "config", None))
+    }
     caching = [each for each in configs.values() if getattr(each, "use_cache", None) is True]
     for config in caching:
         config.use_cache = False

@@ -8,7 +8,7 @@ from torch import nn
 
 from l0prune.features.unlabelled.fidelity import relative_error
 from l0prune.features.unlabelled.lockstep import Forward, Weights
-from l0prune.features.unlabelled.probes import Probe
+from l0prune.features.unlabelled.probes import Probe, beginning
 from l0prune.features.unlabelled.uses import uses_of
 
 
@@ -124,3 +124,30 @@ def test_a_forward_that_takes_another_way_is_run_whole():
         found = probe.error({view: lambda: (0 * model.second.weight.T[None], None)})
         again = model.third(torch.zeros(100, 90) + model.second.bias)
         assert found == pytest.approx(judge(again))
+
+
+class Running(nn.Module):
+    """Sums of embeddings up to each place, or over all places."""
+
+    def __init__(self, *, is_causal):
+        super().__init__()
+        self.embedding, self.out, self.is_causal = nn.Embedding(11, 8), nn.Linear(8, 11), is_causal
+
+    def forward(self, ids, shift=None):
+        x = self.embedding(ids)
+        x = x.cumsum(1) if self.is_causal else x + x.mean(1, keepdim=True)
+        return self.out(torch.tanh(x if shift is None else x + shift))
+
+
+def test_places_at_the_beginning_stand_alone_in_a_causal_network():
+    torch.manual_seed(0)
+    ids = torch.randint(11, (2, 12))
+    found = beginning(Running(is_causal=True), ids, 5)
+    assert torch.equal(found, ids[:, :5])
+    given = {"ids": ids, "shift": torch.ones(2, 12, 8)}
+    assert beginning(Running(is_causal=True), given, 5)["shift"].shape == (2, 5, 8)
+    assert beginning(Running(is_causal=True), ids, 12) is None
+    assert beginning(Running(is_causal=False), ids, 5) is None
+    assert beginning(nn.Sequential(nn.Embedding(11, 4), nn.Flatten()), ids, 5) is None
+    fixed = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+    assert beginning(fixed, torch.randn(2, 12), 5) is None
