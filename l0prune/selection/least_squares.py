@@ -40,8 +40,8 @@ class Moments:
         Products are of centred values, so that single precision suffices.
         """
         count = x.shape[1]
-        mean_x, mean_y = x.double().mean(1), y.double().mean(1)
-        x, y = (x - mean_x[:, None]).float(), (y - mean_y[:, None]).float()
+        mean_x, mean_y = (each.mean(1, dtype=torch.float64) for each in (x, y))
+        x, y = x.float() - mean_x.float()[:, None], y.float() - mean_y.float()[:, None]
         self.count += count
         self.x, self.y = self.x + count * mean_x, self.y + count * mean_y
         self.xx = self.xx + (x.mT @ x).double() + count * mean_x[:, :, None] * mean_x[:, None]
@@ -150,14 +150,14 @@ def solve(
         if weight is not None:
             tried.append((strength, error(weight)))
     best = torch.stack([each for _, each in tried]).argmin(0)  # groups, outputs
+    about = (torch.zeros(()),) * 3
     both = seen + held
-    all_xx, all_xy, _ = both.about(mean=has_bias)
     result = prior.clone()
     left = tried[0][1].clone()
     for number, (damped, errors) in enumerate(tried):
         chosen = best == number
         if damped is not None and bool(chosen.any()):
-            weight = _ridge(all_xx, all_xy, prior, damped)
+            weight = _ridge(*both.about(mean=has_bias)[:2], prior, damped)
             if weight is not None:
                 result = torch.where(chosen[:, None], weight, result)
                 left = torch.where(chosen, errors, left)
@@ -166,12 +166,11 @@ def solve(
 
 
 def _ridge(c_xx: Tensor, c_xy: Tensor, prior: Tensor, strength: float) -> Tensor | None:
-    """W_λ; None where the damped matrix is singular."""
+    """W_λ; None where the damped matrix is singular. Both moments are overwritten."""
     damp = damping(c_xx, strength)
-    damped = c_xx.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(damp)
-    factor, info = torch.linalg.cholesky_ex(damped)
+    c_xx.diagonal(dim1=1, dim2=2).add_(damp)
+    factor, info = torch.linalg.cholesky_ex(c_xx)
     if bool((info != 0).any()):
         return None
-    weight = torch.cholesky_solve(c_xy + damp[:, :, None] * prior, factor)
+    weight = torch.cholesky_solve(c_xy.addcmul_(damp[:, :, None], prior), factor)
     return weight if bool(weight.isfinite().all()) else None

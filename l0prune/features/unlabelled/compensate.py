@@ -8,7 +8,7 @@ also corrects errors of the layers before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +27,16 @@ from l0prune.features.unlabelled.fidelity import (
     answers_of,
     classes_of,
     divergence,
-    fidelity,
+    fidelities,
     relative_error,
 )
+from l0prune.features.unlabelled.probes import beginning
 from l0prune.features.unlabelled.repair import Tandem
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
+from l0prune.plan.cost import cost_of
 from l0prune.plan.numbers import check_whole
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import stage
@@ -47,6 +49,7 @@ from l0prune.running.task import batch_length
 
 _FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
+_WORK, _FEWEST_PROBES = 1e12, 64  # multiply-adds for all axes, but with so many outputs at least
 _JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
 
@@ -122,6 +125,7 @@ class Calibration:
         used: batches of inputs that weights are fitted to.
         judged: held-out batches that measure the gain.
         classes: which dim of the outputs holds classes.
+        is_shared: the weights are another model's, too: they are replaced, not written to.
     """
 
     root: nn.Module
@@ -129,27 +133,35 @@ class Calibration:
     used: list[Any]
     judged: list[Any]
     classes: Classes
+    is_shared: bool
 
     def compensate(self) -> Compensation:
         """Refit the remaining weights, in place; see ``compensate``."""
         root, gates = self.root, self.gates
         with bypass(root), stage("compensating"):
             cut = cut_copy(root, gates)
-            before = self.fidelity(root, cut, self.judged)
             tandem = Tandem(root, cut, gates.plan, gates.plan.kept(gates.open()))
             layers = tandem.run(self.used)
-            after = self.fidelity(root, cut, self.judged)
-            seen = self.fidelity(root, cut, self.used[: len(self.judged)])
+            after, before = self._fidelities(self.judged, partial(call, cut), self._gated)
+            few = self.used[: max(1, len(self.judged) // 2)]
+            (seen,) = self._fidelities(few, partial(call, cut))
         self._warn(tandem, seen.error, after.error)
         if after.error < before.error:
-            _write_back(root, cut, gates)
+            _write_back(root, cut, gates, is_shared=self.is_shared)
         else:
             after, layers = before, {}
         return Compensation(before, after, layers)
 
-    def fidelity(self, dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
-        """Return how close a network's outputs are to another's; both in eval mode."""
-        return fidelity(dense, other, batches, self.classes.dim_of, self.gates.outputs)
+    def _fidelities(self, batches: list[Any], *others: Callable[[Any], Any]) -> list[Fidelity]:
+        return fidelities(self.root, others, batches, self.classes.dim_of, self.gates.outputs)
+
+    def _gated(self, batch: Any) -> Any:
+        """Return the outputs with gates, where they are bypassed."""
+        self.gates.bypassed = False
+        try:
+            return call(self.root, batch)
+        finally:
+            self.gates.bypassed = True
 
     def _warn(self, tandem: Tandem, seen: float, after: float) -> None:
         if tandem.few:
@@ -176,15 +188,25 @@ class Calibration:
     def divided(self) -> tuple[list[Any], list[Any]]:
         """Return batches to fit weights to, and others, or a part of one, to compare outputs on.
 
-        The latter have about ``PROBES`` outputs, but are a third of all at most.
+        The latter have about ``PROBES`` outputs, fewer of slow networks, but are a third of all at
+        most. Of long sequences it is as many places of two examples each.
         """
-        first = self.used[0]
+        first, plan = self.used[0], self.gates.plan
         length = batch_length(first, None)
         with torch.no_grad():
             outputs = call(self.root, first)
             found, dim = answers_of(outputs, first, self.classes.dim_of, self.gates.outputs)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
-        needed = max(1, math.ceil(PROBES / places)) if self.classes.are_scores else PROBES
+        if self.classes.are_scores and places > PROBES:
+            count = min(1 if length > 1 else 2, len(self.used) - 1)
+            given = [Batch(each, None).head(2).inputs for each in self.used[:count]]
+            parts = [beginning(self.root, each, PROBES, self.gates.outputs) for each in given]
+            if all(part is not None for part in parts):
+                return self.used[count:], parts
+        work = len(plan.axes) * cost_of(plan).dense_amount("macs")
+        needed = min(PROBES, max(_FEWEST_PROBES, int(_WORK / max(work, 1))))
+        if self.classes.are_scores:
+            needed = math.ceil(needed / places)
         if needed < length:
             return self.used[1:], [Batch(first, None).head(needed).inputs]
         count = min(math.ceil(needed / length), max(1, len(self.used) // 3))
@@ -200,8 +222,13 @@ def calibration(
     device: str | torch.device = "auto",
     seed: int = 0,
     class_dim: int | None = None,
+    *,
+    is_shared: bool = False,
 ) -> Iterator[Calibration]:
     """Yield a gated model on its device, in eval mode, with batches of inputs.
+
+    Args:
+        is_shared: see ``Calibration``.
 
     Raises:
         NotGated: the model carries no gates.
@@ -212,7 +239,7 @@ def calibration(
     root, gates = holder(model)
     gates.make_whole()
     place = choose_device(device, root)
-    with on_device(root, place), evaluating(root):
+    with on_device(root, place), evaluating(root), _without_caches(root):
         given = inputs_for(root, inputs)
         pairs = list(inputs_of(given, samples, batch_size, place, seed))
         if len(pairs) < _FEWEST:
@@ -230,7 +257,23 @@ def calibration(
             outputs = measured(call(root, batches[0]), gates.outputs)
             classes = classes_of(outputs, targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
-        yield Calibration(root, gates, used, batches[::_JUDGED], classes)
+        yield Calibration(root, gates, used, batches[::_JUDGED], classes, is_shared)
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Let decoders return no keys and values, which would be held for all inputs and layers."""
+    configs = {
+        id(config): config for m in model.modules() if (config := getattr(m, "config", None))
+    }
+    caching = [each for each in configs.values() if getattr(each, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:
@@ -253,15 +296,19 @@ def multipliers(gates: Gates, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
-def _write_back(root: nn.Module, cut: nn.Module, gates: Gates) -> None:
-    """Copy changed tensors into the gated model, divided by the gates that multiply them."""
+@torch.no_grad()
+def _write_back(root: nn.Module, cut: nn.Module, gates: Gates, *, is_shared: bool) -> None:
+    """Move changed tensors into the gated model, divided by the gates that multiply them."""
     mine, theirs = dict(named_tensors(root)), dict(named_tensors(cut))
     by = multipliers(gates, theirs)
-    with torch.no_grad():
-        for name, new in theirs.items():
-            old = mine[name]
-            if name in by:
-                z = by[name].to(old)
-                old.copy_(torch.where(z != 0, new / torch.where(z != 0, z, 1), old))
-            elif not torch.equal(old, new):
-                old.copy_(new)
+    for name, new in theirs.items():
+        old = mine[name]
+        if name in by:
+            z = by.pop(name).to(old)
+            new.data = torch.where(z != 0, new / torch.where(z != 0, z, 1), old)
+        if torch.equal(old, new):
+            new.data = old.data  # one tensor at a time is held twice
+        elif is_shared:
+            old.data = new.data
+        else:
+            old.copy_(new)

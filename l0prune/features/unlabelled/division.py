@@ -17,8 +17,10 @@ samples any cut looks free on those that it was fitted to. They choose the dampi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,11 @@ from l0prune.features.unlabelled.lockstep import (
     View,
     Weights,
     along_reads,
+    fed_with,
     forwards,
     places_of,
 )
+from l0prune.features.unlabelled.probes import Change, Judge, Probe
 from l0prune.features.unlabelled.uses import uses_of
 from l0prune.gating.multiplying import along
 from l0prune.plan.globs import listed
@@ -48,24 +52,29 @@ from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
 _LARGEST = 2304  # most features for a full covariance
-_ROWS = 1 << 18  # of one layer, at most
+_ROWS, _FEW_ROWS = 1 << 18, 1 << 15  # of one layer, at most, and so many where features are few
+_FOR_EACH = 16  # rows for each feature that are enough
+_FEWEST = 4  # batches
 _TURNS = 3  # each computes costs at the choice of the turn before
 PROBES = 256  # outputs, about, that are compared: examples, or places of them with classes
 _MANY, _FEWER = 24, (0.35, 0.7)  # number of axes from which fewer widths are measured, and these
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # removed shares of an axis at which outputs are measured
-_KEPT = 1 << 29  # bytes of the dense network's products that need not be computed again
 
 
 class _State:
-    """A reader while slots of one axis are removed: its compensated weights and reduced C⁻¹.
+    """Readers of one input while slots of one axis are removed.
+
+    Weights W of the readers count by W Wᵀ alone. So of many outputs a triangular factor is held,
+    which has the same product.
 
     Args:
-        reader: as it is in the dense network.
-        slots: the slot of each of its features, −1 for none.
+        readers: as they are in the dense network.
+        slots: the slot of each of their features, −1 for none.
     """
 
-    def __init__(self, reader: _Input, slots: Tensor) -> None:
-        self.inverse, self.weight, self.scale = reader.inverse, reader.weight, reader.scale
+    def __init__(self, readers: Sequence[_Input], slots: Tensor) -> None:
+        self.inverse = readers[0].inverse
+        self.weight = _factor([reader.weight / reader.scale**0.5 for reader in readers])
         self.slots = slots
         self.left = torch.arange(len(slots))
 
@@ -83,7 +92,7 @@ class _State:
             weights = self.weight[:, at]
             solved = torch.linalg.solve(blocks, weights)
             result[slots[sizes == size]] = (weights * solved).sum((0, 2, 3))
-        return result.clamp(min=0) / self.scale
+        return result.clamp(min=0)
 
     def remove(self, gone: Tensor) -> float:
         """Remove these slots, and return the error that this adds."""
@@ -94,7 +103,7 @@ class _State:
         block = self.inverse[:, at[:, None], at]
         of_gone = self.weight[:, at]
         solved = torch.linalg.solve(block, of_gone)
-        error = float((of_gone * solved).sum().clamp(min=0)) / self.scale
+        error = float((of_gone * solved).sum().clamp(min=0))
         across = self.inverse[:, stays[:, None], at]
         self.weight = self.weight[:, stays] - across @ solved
         self.inverse = self.inverse[:, stays[:, None], stays] - across @ torch.linalg.solve(
@@ -103,12 +112,15 @@ class _State:
         self.left = self.left[stays]
         return error
 
-    def whole(self) -> Tensor:
-        """Return the weights, with zeros for removed features."""
-        groups, _, outputs = self.weight.shape
-        whole = self.weight.new_zeros(groups, len(self.slots), outputs)
-        whole[:, self.left] = self.weight
-        return whole
+
+def _factor(weights: Sequence[Tensor]) -> Tensor:
+    """Return a matrix F of few columns with F Fᵀ = Σ W Wᵀ, shape (groups, features, columns)."""
+    found = weights[0][..., :0]
+    for weight in weights:
+        found = torch.cat([found, weight], 2)
+        if found.shape[2] > found.shape[1]:
+            found = torch.linalg.qr(found.mT, mode="r").R.mT
+    return found
 
 
 @dataclass
@@ -163,50 +175,34 @@ class _Input:
     each place has separate outputs.
 
     Attributes:
-        read: one call of the reader.
+        matrix, bias: of the reader, as it reads them.
         places: number of features per channel; 1 if each is treated alone.
         inverse: C⁻¹, shape (groups, features, features), float64 on the CPU.
         mean: of the features, shape (groups, features); zeros where there is no bias to correct.
-        weight: W, shape (groups, features, outputs).
         scale: the variance of the outputs.
     """
 
-    read: Read
+    matrix: Tensor
+    bias: Tensor | None
     places: int
     inverse: Tensor
     mean: Tensor
-    weight: Tensor
     scale: float
 
-    @classmethod
-    def of(cls, read: Read, seen: Moments, held: Moments, places: int, *, has_bias: bool) -> _Input:
-        """Return the reader from a call of it and the moments of the inputs of all calls.
+    @property
+    def weight(self) -> Tensor:
+        """W, shape (groups, features, outputs), float64 on the CPU."""
+        return self.matrix.double().cpu().unflatten(1, (-1, self.places)).flatten(2)
 
-        The damping of C is the one by which each feature is best predicted from all others on
-        inputs that are held out, each weighted by what reads it.
-        """
-        covariance, of_held = (each.about(mean=has_bias)[0].cpu() for each in (seen, held))
-        weight = read.product.matrix(read.weight).double().cpu()
-        weight = weight.unflatten(1, (-1, places)).flatten(2)
-        scale = float((covariance @ weight * weight).sum().clamp(min=1e-30))
-        matter = weight.square().sum(2)
-
-        def inverse(strength: float) -> Tensor:
-            return torch.linalg.inv(covariance + damping(covariance, strength).diag_embed())
-
-        def unexplained(inverse: Tensor) -> float:
-            squares = (inverse @ of_held * inverse).sum(2)
-            return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
-
-        tried = map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER)
-        mean = (seen.x / seen.count).cpu() * has_bias
-        return cls(read, places, min(tried, key=unexplained), mean, weight, scale)
-
-    def instead(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the matrix and the constant for ``Read.run_with`` from a changed weight."""
-        moved = (self.mean[:, :, None] * (self.weight - weight)).sum(1)
+    def without(self, gone: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the arguments of ``Read.run_with`` where features are removed (bool)."""
+        out, stays = gone.nonzero().flatten(), (~gone).nonzero().flatten()
+        weight, old = torch.zeros_like(whole := self.weight), whole
+        solved = torch.linalg.solve(self.inverse[:, out[:, None], out], old[:, out])
+        weight[:, stays] = old[:, stays] - self.inverse[:, stays[:, None], out] @ solved
+        moved = (self.mean[:, :, None] * (old - weight)).sum(1)
         moved = moved.unflatten(1, (self.places, -1)).sum(1)
-        matrix, bias = weight.unflatten(2, (self.places, -1)).flatten(1, 2), self.read.bias
+        matrix, bias = weight.unflatten(2, (self.places, -1)).flatten(1, 2), self.bias
         if bias is None:
             return matrix, moved if bool(self.mean.any()) else None
         if bias.numel() != moved.numel():  # a tensor that is added to all rows at once
@@ -214,43 +210,70 @@ class _Input:
         return matrix, moved + bias.double().cpu().reshape(moved.shape)
 
 
-Judge = Callable[[Any, Any], Callable[[Any], float]]
+class _Inputs:
+    """Moments of the readers' inputs, which grow call by call.
 
-
-class _Probe:
-    """A batch on which outputs of the dense network with some weights changed are compared.
-
-    Attributes:
-        batch: its inputs.
-        products: results of the first products, reused until the first changed weight.
-
-    Args:
-        division: of the network.
-        batch: of inputs.
-        most: bytes of products that are kept.
+    Readers of one input, as of the queries, keys and values, share them.
     """
 
-    def __init__(self, division: Division, batch: Any, most: int) -> None:
-        self._division, self.batch = division, batch
-        self.products: list[Tensor] = []
-        with forwards(division.model, [batch], division.weights) as (forward,):
-            while (read := forward.advance()) is not None:
-                most -= read.run().nbytes
-                if most >= 0:
-                    self.products.append(read.run().clone())
-            self._judge = division.judge(forward.output, batch)
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._moments = dict[View, tuple[Moments, Moments]]()
+        self._unseen = {view: reader.calls for view, reader in division.readers.items()}
+        self._fed = list[Any]()
+        self._given = list[Tensor]()  # held, so that no other tensor gets its memory
+        self._covariance = torch.zeros(())
+        self._last: _Input | None = None
 
-    def error(self, changed: Mapping[View, tuple[Tensor, Tensor | None]]) -> float:
-        """Return the error of the outputs with other weights; see ``Read.run_with``."""
-        known = iter(self.products)
-        with forwards(self._division.model, [self.batch], self._division.weights) as (forward,):
-            while (read := forward.advance()) is not None:
-                if read.view in changed:
-                    read.run_with(*changed[read.view])
-                    known = iter(())
-                elif (product := next(known, None)) is not None:
-                    read.out = product.clone()  # later operators may write into it
-            return self._judge(forward.output)
+    def add(self, reads: Sequence[Read]) -> _Input | None:
+        """Count one call in all batches, and return the reader after its last call."""
+        view = reads[0].view
+        reader, places = self._division.readers[view], self._division.places(reads)
+        fed = [reader.has_bias, places, *map(fed_with, reads)]
+        if self._last is not None and reader.calls == 1 and fed == self._fed:
+            return self._of(reads[0], self._last.inverse, self._last.mean, places)
+        seen, held = self._moments.setdefault(view, (Moments(), Moments()))
+        first = len(reads) - len(self._division.probes)
+        self._division.count(seen, reads[:first], places)
+        self._division.count(held, reads[first:], places)
+        self._unseen[view] -= 1
+        if self._unseen[view]:
+            return None
+        del self._moments[view]
+        self._covariance, of_held = (
+            each.about(mean=reader.has_bias)[0].cpu() for each in (seen, held)
+        )
+        mean = (seen.x / seen.count).cpu() * reader.has_bias
+        bare = self._of(reads[0], self._covariance, mean, places)
+        self._last = replace(bare, inverse=self._inverse(bare.weight, of_held))
+        self._fed = fed if reader.calls == 1 else []
+        self._given = [read.given for read in reads]
+        return self._last
+
+    def _inverse(self, weight: Tensor, of_held: Tensor) -> Tensor:
+        """Return the inverse of the damped C.
+
+        Its damping is the one by which each feature is best predicted from all others on inputs
+        that are held out, each weighted by what the first reader makes of it.
+        """
+        matter = weight.square().sum(2)
+
+        def inverse(strength: float) -> Tensor:
+            damp = damping(self._covariance, strength).diag_embed()
+            return torch.linalg.inv(self._covariance + damp)
+
+        def unexplained(inverse: Tensor) -> float:
+            squares = (inverse @ of_held * inverse).sum(2)
+            return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
+
+        return min(map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER), key=unexplained)
+
+    def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:
+        matrix = read.product.matrix(read.weight)
+        found = _Input(matrix, read.bias, places, inverse, mean, 1.0)
+        weight = found.weight
+        scale = float((self._covariance @ weight * weight).sum().clamp(min=1e-30))
+        return replace(found, scale=scale)
 
 
 class Division:
@@ -274,10 +297,9 @@ class Division:
     ) -> None:
         self.model, self.plan, self.batches = model, plan, batches
         self.weights = Weights(model)
-        self.judge = judge
         self.readers = uses_of(model, batches[0]).readers
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
-        self.probes = [_Probe(self, batch, _KEPT // len(probes)) for batch in probes]
+        self.probes = [Probe(model, self.weights, batch, judge) for batch in probes]
         self.curves = self._curves()
 
     def _curves(self) -> list[Curve]:
@@ -286,29 +308,24 @@ class Division:
         for view in self.readers:
             for axis in self._axes(view):
                 read_by.setdefault(axis, []).append(view)
-        curves, held = [], dict[View, _Input]()
-        moments = {view: (Moments(), Moments()) for view in self.readers}
-        unseen = {view: reader.calls for view, reader in self.readers.items()}
-        inputs = [*self.batches, *(probe.batch for probe in self.probes)]
+        curves, held, inputs = [], dict[View, _Input](), _Inputs(self)
+        probed = [probe.batch for probe in self.probes]
+        batches = [*self.batches[: self._enough(read_by)], *probed]
         with (
             counting(len(read_by)) as counter,
-            forwards(self.model, inputs, self.weights) as running,
+            forwards(self.model, batches, self.weights) as running,
         ):
             while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
-                for read in reads:
-                    read.run()
                 view = reads[0].view
                 of_view = [axis for axis, views in read_by.items() if view in views]
                 if not of_view:
                     continue
                 if any(read.view != view for read in reads):
                     raise UsageError(OTHER_WAYS.format(view.name))
-                places = self._count(*moments[view], reads)
-                unseen[view] -= 1
-                if unseen[view]:
+                found = inputs.add(reads)
+                if found is None:
                     continue
-                has_bias = self.readers[view].has_bias
-                held[view] = _Input.of(reads[0], *moments.pop(view), places, has_bias=has_bias)
+                held[view] = found
                 for axis in of_view:
                     if all(each in held for each in read_by[axis]):
                         needed = {each: held[each] for each in read_by.pop(axis)}
@@ -317,6 +334,16 @@ class Division:
                 left = {each for views in read_by.values() for each in views}
                 held = {each: found for each, found in held.items() if each in left}
         return curves
+
+    def _enough(self, read_by: Mapping[int, Sequence[View]]) -> int:
+        """Return the number of batches with enough rows for all readers."""
+        found = _FEWEST
+        for view in {view for views in read_by.values() for view in views}:
+            tensor, reader = self.weights.tensors[view.name], self.readers[view]
+            matrix = along_reads(torch.zeros(()), view, reader.matrix, tensor)
+            features = min(_LARGEST, matrix.shape[1])
+            found = max(found, math.ceil(_FOR_EACH * features / max(1, reader.rows)))
+        return found
 
     def _axes(self, view: View) -> list[int]:
         """Return the axes that the features of a product are slots of."""
@@ -330,32 +357,39 @@ class Division:
         slots = self._slots_in(axis, view)[0]
         return len(slots[:, 0].unique()) == 1 < len(slots[0].unique())
 
-    def _count(self, seen: Moments, held: Moments, reads: Sequence[Read]) -> int:
-        """Add the inputs of one call, in all batches; return the places of ``_Input``."""
+    def places(self, reads: Sequence[Read]) -> int:
+        """Return the places of ``_Input``."""
         view, features = reads[0].view, reads[0].product.matrix(reads[0].weight).shape[1]
-        reader, places, batches = self.readers[view], 1, len(self.batches)
-        if features > _LARGEST or batches * reader.rows < 2 * features:
-            slots = torch.stack([self._slots(axis, view, 1) for axis in self._axes(view)])
-            places = places_of(reads[0], slots)
+        fitted = len(reads) - len(self.probes)
+        if features <= _LARGEST and fitted * self.readers[view].rows >= 2 * features:
+            return 1
+        slots = torch.stack([self._slots(axis, view, 1) for axis in self._axes(view)])
+        return places_of(reads[0], slots)
+
+    def count(self, moments: Moments, reads: Sequence[Read], places: int) -> None:
+        """Add the inputs of one call, in some batches."""
+        features = reads[0].product.matrix(reads[0].weight).shape[1] // places
+        most = min(_ROWS, max(_FEW_ROWS, _FOR_EACH * features)) // self.readers[reads[0].view].calls
         for number, read in enumerate(reads):
-            moments = seen if number < batches else held
-            for wanted in read.row_blocks(_ROWS // len(reads) // reader.calls, number, places):
+            for wanted in read.row_blocks(most // len(reads), number, places):
                 x = by_channel(read.product.inputs(read.args, wanted), places)
                 moments.add(x, x[..., :0])
-        return places
 
     def _curve(self, number: int, readers: dict[View, _Input]) -> Curve:
         axis = self.plan.axes[number]
-        states = {
-            view: _State(found, self._slots(number, view, found.places))
-            for view, found in readers.items()
-        }
+        groups = dict[tuple[int, ...], list[View]]()
+        slots = {view: self._slots(number, view, found.places) for view, found in readers.items()}
+        for view, found in readers.items():
+            groups.setdefault((id(found.inverse), *slots[view].tolist()), []).append(view)
+        states = [
+            _State([readers[view] for view in views], slots[views[0]]) for views in groups.values()
+        ]
         curve, left = Curve(number), torch.ones(axis.size, dtype=torch.bool)
         error = 0.0
         levels = sorted({max(1, round(part * axis.size)) for part in self.widths if axis.size > 1})
         levels = [level for level in levels if level < axis.size]
         while int(left.sum()) > 1:
-            errors = torch.stack([state.errors(axis.size) for state in states.values()]).sum(0)
+            errors = torch.stack([state.errors(axis.size) for state in states]).sum(0)
             if errors[left].isnan().any():
                 names = listed(list(dict.fromkeys(view.name for view in readers)), most=3)
                 raise DataError(
@@ -369,18 +403,20 @@ class Division:
             gone = errors.topk(max(1, count), largest=False, sorted=True).indices
             left[gone] = False
             curve.order += gone.tolist()
-            error += sum(state.remove(gone) for state in states.values())
+            error += sum(state.remove(gone) for state in states)
             curve.gone.append(len(curve.order))
             curve.local.append(error)
             if len(curve.order) in levels:
+                order = torch.tensor(curve.order)
                 with counting(len(levels)) as counter:
                     counter.at(len(curve.outputs), len(levels))
-                    curve.outputs[len(curve.order)] = self._error(states, readers)
+                    gone = {view: torch.isin(of, order) for view, of in slots.items()}
+                    curve.outputs[len(curve.order)] = self._error(gone, readers)
         return curve
 
     def _slots(self, number: int, view: View, places: int) -> Tensor:
         """Return for each feature of a product its slot of an axis, or −1."""
-        return self._slots_in(number, view)[0, ::places, 0].cpu()
+        return self._slots_in(number, view)[0, ::places, 0].cpu().clone()
 
     def _slots_in(self, number: int, view: View) -> Tensor:
         """Return the slots of an axis for each element of a product's matrix; −1 for none."""
@@ -398,9 +434,13 @@ class Division:
             slots = along(tensor, found, dim)
         return along_reads(slots, view, self.readers[view].matrix, tensor)
 
-    def _error(self, states: dict[View, _State], readers: dict[View, _Input]) -> float:
-        """Return the error of the outputs with the present weights of these readers."""
-        changed = {view: readers[view].instead(state.whole()) for view, state in states.items()}
+    def _error(self, gone: Mapping[View, Tensor], readers: Mapping[View, _Input]) -> float:
+        """Return the error of the outputs where these features of readers are removed."""
+        changed: dict[View, Change] = {
+            view: partial(readers[view].without, of) for view, of in gone.items()
+        }
+        if len(changed) == 1:  # else they would be large, all together
+            changed = {view: partial(tuple, change()) for view, change in changed.items()}
         return sum(probe.error(changed) for probe in steps(self.probes)) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:

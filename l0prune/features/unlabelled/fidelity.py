@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,17 +79,30 @@ def fidelity(
 
     ``names`` are those of the outputs that matter; see ``measured``.
     """
-    apart, alike, count = _Apart(), 0.0, 0
+    return fidelities(dense, [partial(call, other)], batches, classes, names)[0]
+
+
+def fidelities(
+    dense: nn.Module,
+    others: Sequence[Callable[[Any], Any]],
+    batches: Iterable[Any],
+    classes: DimOf = class_dim,
+    names: Sequence[str] = (),
+) -> list[Fidelity]:
+    """Return how close outputs of functions of a batch are to a network's; see ``fidelity``."""
+    apart, alike, count = [_Apart() for _ in others], [0.0 for _ in others], 0
     with torch.no_grad():
         for batch in steps(batches):
             wanted, dim = answers_of(call(dense, batch), batch, classes, names)
-            found, _ = answers_of(call(other, batch), batch, classes, names)
-            for mine, theirs in _parts(dim, found, wanted):
-                apart.add(mine, theirs, dim)
-                if dim is not None:
-                    same = theirs.argmax(dim) == mine.argmax(dim)
-                    alike, count = alike + float(same.sum()), count + same.numel()
-    return Fidelity(apart.share(), alike / count if count else None)
+            for number, other in enumerate(others):
+                found, _ = answers_of(other(batch), batch, classes, names)
+                for mine, theirs in _parts(dim, found, wanted):
+                    apart[number].add(mine, theirs, dim)
+                    if dim is not None:
+                        alike[number] += float((theirs.argmax(dim) == mine.argmax(dim)).sum())
+            count += 0 if dim is None else wanted.numel() // wanted.shape[dim]
+    pairs = zip(apart, alike, strict=True)
+    return [Fidelity(each.share(), same / count if count else None) for each, same in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import OpOverload, TorchDispatchMode, below_autograd
+from l0prune.capture.compat import OpOverload, TorchDispatchMode, below_autograd, version_of
+from l0prune.features.unlabelled.tape import Tape
 from l0prune.files.artifact import named_tensors
 from l0prune.running.batches import call
 from l0prune.selection.matrices import Product, product_of
@@ -85,6 +86,7 @@ class Read:
         args: its arguments.
         product: how the arguments are multiplied, as matrices.
         real: mask of the places of the inputs that are no padding; see ``real_places``.
+        number: of the operator, in its forward.
         out: the result; None before it is computed.
         stream: the tensor that the result is going to be added to, where that is known.
     """
@@ -94,6 +96,7 @@ class Read:
     args: tuple[Any, ...]
     product: Product
     real: Tensor | None = None
+    number: int = 0
     out: Tensor | None = None
     stream: Tensor | None = None
 
@@ -195,6 +198,7 @@ class Forward:
         weights: of the model.
         note: is called with each other operator, its arguments and its result.
         readers: uses of the weights; see ``readers``.
+        tape: records the forward, or says where it starts.
 
     Attributes:
         output: what the model returned, at the end.
@@ -207,8 +211,10 @@ class Forward:
         weights: Weights,
         note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
         readers: Mapping[View, Reader] = MappingProxyType({}),
+        tape: Tape | None = None,
     ) -> None:
         self.output: Any = None
+        self._tape = tape
         self._readers = {v: r for v, r in readers.items() if r.stream and r.calls == 1}
         self._uses = Counter(reader.stream for reader in self._readers.values())
         self._streams: dict[int, Tensor] = {}
@@ -271,25 +277,34 @@ class Forward:
         if self._is_abandoned:
             raise _Abandoned
         self._count = number = self._count + 1
+        tape = self._tape
+        if tape is not None:
+            if number < tape.start:
+                return tape.result(number, operator)
+            tape.check(args, kwargs)
         known = self._weights.name
         # Keywords are factors of the product and of what is added to it.
         product = None if kwargs else product_of(operator, args, lambda x: known(x) is not None)
         if product is None:
             result = self._asked(partial(operator, *args, **kwargs))
-            if number in self._uses:
-                self._streams[number] = result
             self._note(operator, args, result)
-            return result
+        else:
+            result = self._product(operator, args, product)
+        if number in self._uses:
+            self._streams[number] = result
+        if tape is not None:
+            tape.note(number, operator, args, kwargs, result)
+        return result
+
+    def _product(self, operator: OpOverload, args: tuple[Any, ...], product: Product) -> Any:
         view = self._weights.view(args[product.weight], product.form)
         assert view is not None
-        read = self._read = Read(view, operator, args, product, self._real)
+        read = self._read = Read(view, operator, args, product, self._real, self._count)
         if (reader := self._readers.get(view)) is not None:
             read.stream = self._stream(reader.stream)
         self._asked(None)
         if read.out is None:
-            read.out = self._asked(partial(operator, *args, **kwargs))
-        if number in self._uses:
-            self._streams[number] = read.out
+            read.out = self._asked(partial(operator, *args))
         return read.out
 
     def _asked(self, job: Callable[[], Any] | None) -> Any:
@@ -343,6 +358,20 @@ def forwards(
         torch.backends.mha.set_fastpath_enabled(fast)
         for forward in started:
             forward.abandon()
+
+
+def fed_with(read: Read) -> list[Any]:
+    """Return what a product multiplies a weight with; equal for equal inputs while they live."""
+    own = (read.product.weight, read.product.bias)
+    others = [arg for number, arg in enumerate(read.args) if number not in own]
+    return [
+        read.operator,
+        read.product.form,
+        *(
+            (a.data_ptr(), a.shape, a.stride(), version_of(a)) if isinstance(a, Tensor) else a
+            for a in others
+        ),
+    ]
 
 
 def real_places(batch: Any) -> Tensor | None:

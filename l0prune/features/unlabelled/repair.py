@@ -35,7 +35,8 @@ from l0prune.progress.stages import counting, steps
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.matrices import by_channel
 
-_ROWS = 1 << 19  # of one layer, at most: neighbouring positions of maps are much alike
+_ROWS, _FEW_ROWS = 1 << 19, 1 << 16  # of one layer, at most, and where features are few: …
+_ENOUGH = 32  # … rows for each feature. Neighbouring positions of maps are much alike
 _LARGEST = 5120  # most features for a full covariance, …
 _FOR_EACH = 2  # … with so many rows for each
 _HELD = 4  # one batch in so many is held out to choose the damping
@@ -85,12 +86,12 @@ class Tandem:
             forwards(self.cut, batches, self.of_cut, note=self._note, readers=readers) as cut,
         ):
             unseen = Counter({view: reader.calls for view, reader in readers.items()})
-            while True:
+            while unseen or norms - self.norms.keys():
                 theirs = [forward.advance() for forward in dense]
                 ours = [forward.advance() for forward in cut]
                 pairs = [self._pair(a, b) for a, b in zip(theirs, ours, strict=True)]
                 views = {None if pair is None else pair[0].view for pair in pairs}
-                if views == {None} or not (unseen or norms - self.norms.keys()):
+                if views == {None}:
                     break
                 if len(views) > 1:
                     raise UsageError(OTHER_WAYS.format(next(filter(None, views)).name))
@@ -113,8 +114,6 @@ class Tandem:
     ) -> None:
         view = pairs[0][0].view
         reader = readers.get(view)
-        for dense, _ in pairs:
-            dense.run()
         if reader is None:
             return
         key = view if reader.is_alone else reader.name
@@ -264,12 +263,13 @@ class _Layer:
 
     def count(self, moments: Moments, dense: Read, cut: Read, batches: int, seed: int) -> None:
         """Add a batch: the layer's inputs in the cut network, and its outputs in the dense one."""
-        assert dense.out is not None
-        missing = None
-        if dense.stream is not None and cut.stream is not None:
-            missing = (dense.stream - cut.stream).reshape(dense.out.shape)
-        out = dense.out if self.reader.bias else dense.without_bias
-        for wanted in dense.row_blocks(_ROWS // batches // self.reader.calls, seed, self.places):
+        is_of_outputs = self.places == 1 and not self.is_wide
+        if is_of_outputs:
+            out = dense.run() if self.reader.bias else dense.without_bias
+            if dense.stream is not None and cut.stream is not None:
+                out = out + (dense.stream - cut.stream).reshape(out.shape)
+        most = min(_ROWS, max(_FEW_ROWS, _ENOUGH * len(self.features) // self.places))
+        for wanted in dense.row_blocks(most // batches // self.reader.calls, seed, self.places):
             x = cut.product.inputs(cut.args, wanted)[..., self.features]
             if self.places > 1:
                 y = dense.product.inputs(dense.args, wanted)
@@ -278,8 +278,6 @@ class _Layer:
                 y = dense.product.inputs(dense.args, wanted)
             else:
                 y = dense.product.outputs(out, wanted)[..., self.outputs]
-                if missing is not None:
-                    y = y + dense.product.outputs(missing, wanted)[..., self.outputs]
             moments.add(x, y)
 
     def targets(self, seen: Moments, held: Moments) -> tuple[Moments, Moments]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.copying import copied, copied_around
+from l0prune.capture.copying import copied_around
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import UsageError, warn
@@ -25,6 +25,7 @@ from l0prune.features.unlabelled.compensate import (
 from l0prune.features.unlabelled.division import Division
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
+from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
@@ -124,8 +125,9 @@ def shrink(
     if measure not in MEASURES:
         raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
     allowed = None if tolerance is None else tolerance_of(tolerance)
-    work, inputs = copied(model), inputs_for(model, inputs)
-    users, model = model, copied_around(model)  # a forward may write into its module
+    inputs = inputs_for(model, inputs)
+    # A forward may write into its module; weights are shared until they are replaced.
+    users, work, model = model, copied_around(model), copied_around(model)
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
@@ -136,7 +138,8 @@ def shrink(
     if budget is not None:
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
-    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
+    on = samples, batch_size, device, seed, class_dim
+    with calibration(work, inputs, *on, is_shared=True) as found:
         division = found.division()
         if allowed is not None:
             curve, before = _smallest(found, division, allowed, measure, widths, judge)
@@ -149,6 +152,8 @@ def shrink(
             inputs, model, device=device, held_out=held_out.batches, outputs=outputs
         )
         compensated = snapshot(work)
+        for parameter in work.parameters():
+            parameter.data = parameter.data.clone()
         run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
         after = held_out.nearness(model, work)
         if after.error > before.error:
@@ -218,13 +223,13 @@ def _smallest(
     Raises:
         UsageError: no size that was tried is within the tolerance.
     """
-    whole = snapshot(found.root)
+    whole = _held(found)
     best: tuple[dict[str, Tensor], Fidelity] | None = None
     tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     for _ in steps(range(_TRIED)):
         share = math.exp((low + high) / 2)
-        put_back(found.root, whole)
+        _hold(found, whole)
         try:
             budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
             gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
@@ -244,7 +249,7 @@ def _smallest(
         tried.append(Step(share, measure, after, far))
         if far <= allowed:
             high = math.log(share)
-            best = snapshot(found.root), after
+            best = _held(found), after
         else:
             low = math.log(share)
     if best is None:
@@ -254,5 +259,21 @@ def _smallest(
             f"no smaller network was found that stays within {allowed:.1%}.{said} Allow more, or "
             "give more inputs"
         )
-    put_back(found.root, best[0])
+    _hold(found, best[0])
     return sorted(tried, key=lambda step: step.share), best[1]
+
+
+def _held(found: Calibration) -> dict[str, Tensor]:
+    """Return the tensors of a model whose weights are replaced and not written to, unlike gates."""
+    of_gates = {id(tensor) for _, tensor in named_tensors(found.gates)}
+    return {
+        name: tensor.detach().clone() if id(tensor) in of_gates else tensor.detach()
+        for name, tensor in named_tensors(found.root)
+    }
+
+
+def _hold(found: Calibration, tensors: dict[str, Tensor]) -> None:
+    """Let a model have those tensors of ``_held`` again."""
+    of_gates = {id(tensor) for _, tensor in named_tensors(found.gates)}
+    for name, tensor in named_tensors(found.root):
+        tensor.data = tensors[name].clone() if id(tensor) in of_gates else tensors[name]
