@@ -67,7 +67,9 @@ class OnnxNetwork(nn.Module):
         if self.fixed_batch and any(len(each) != self.fixed_batch for each in given):
             raise UsageError(
                 f"{self.origin.file} is for batches of {self.fixed_batch}: its graph has that "
-                "number in it. Export the model anew with a free batch size, or give such a batch."
+                "number in it. Export the model anew with a free batch size, or give batches of "
+                f"{self.fixed_batch}: batch_size={self.fixed_batch}, --batch-size "
+                f"{self.fixed_batch}"
             )
         values |= {names[name]: value for name, value in kwargs.items()}
         last = {name: n for n, step in enumerate(self._steps) for name in step.inputs}

@@ -126,6 +126,7 @@ def shrink(
         raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     inputs = inputs_for(model, inputs)
+    batch_size = getattr(model, "fixed_batch", 0) or batch_size  # of an ONNX file's graph
     # A forward may write into its module; weights are shared until they are replaced.
     users, work, model = model, copied_around(model), copied_around(model)
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))

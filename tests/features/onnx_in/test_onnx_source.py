@@ -332,6 +332,16 @@ def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):
         model(torch.randn(2, 4))
 
 
+def test_shrink_takes_the_batch_that_the_graph_needs(tmp_path):
+    nodes = [node("Reshape", "x s", "r"), node("MatMul", "r u", "h"), node("Relu", "h", "a")]
+    nodes += [node("MatMul", "a w", "y")]
+    weights = {"s": np.array([2, -1]), "u": draws(2, 16), "w": draws(16, 3)}
+    model = load_model(written(tmp_path / "net.onnx", nodes, weights, sizes=(1, 4)))
+    assert model.fixed_batch == 1
+    small = l0prune.shrink(model, torch.randn(96, 4), "params=0.7", round_to=1, progress=False)
+    assert small.params <= 0.7 * small.params_before
+
+
 def test_a_number_beside_a_batch_that_the_graph_needs(tmp_path):
     nodes = [node("Reshape", "x s", "r"), node("Mul", "r level", "m"), node("MatMul", "m w", "y")]
     weights = {"s": np.array([2, -1]), "w": draws(2, 3)}
