@@ -203,6 +203,10 @@ def check_whole(source: Path) -> None:
         check_archive(str(source), str(source))
     elif head[:2] == b"PK":
         raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
+    elif source.suffix == ".onnx":
+        raise FileError(
+            f"{source} is an ONNX file, which has no gates: first l0prune gate {source}"
+        )
     elif head != _BEFORE_1_6:
         raise FileError(f"{source} is not a model file: it was not written by torch.save. {SAVE}")
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import l0prune
 from l0prune.errors import FileError
 from l0prune.files.atomic import atomic_write, check_writable
 from l0prune.files.pickles import load_bytes, load_pickle
@@ -75,6 +76,12 @@ def test_what_is_no_model_file(tmp_path, content, message):
     for trust in (False, True):
         with pytest.raises(FileError, match=message):
             load_pickle(path, trust=trust)
+
+
+def test_an_onnx_file_is_gated_first(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x07pytorch")
+    with pytest.raises(FileError, match="has no gates: first l0prune gate "):
+        l0prune.load(tmp_path / "net.onnx")
 
 
 def test_an_archive_of_something_else(tmp_path):
