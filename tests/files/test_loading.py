@@ -80,7 +80,7 @@ def test_what_is_no_model_file(tmp_path, content, message):
 
 def test_an_onnx_file_is_gated_first(tmp_path):
     (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x07pytorch")
-    with pytest.raises(FileError, match="has no gates: first l0prune gate "):
+    with pytest.raises(FileError, match="without gates: first l0prune gate "):
         l0prune.load(tmp_path / "net.onnx")
 
 
