@@ -52,7 +52,7 @@ def dnsmos() -> Real:
         sounds = inputs.utterances(held_out, 3).repeat(1, 3)
         loud = torch.logspace(-4, -0.7, len(sounds))[torch.randperm(len(sounds), generator=noise)]
         sounds += loud[:, None] * torch.randn(sounds.shape, generator=noise)
-        mels = inputs.mels_of(sounds[:, : 160 * 899], 321, 120, power=2)
+        mels = inputs.mels_of(sounds[:, : 160 * 899 + 1], 321, 120, power=2)
         decibels = 10 * mels.clamp(min=1e-10).log10()
         decibels -= decibels.amax((1, 2), keepdim=True)
         parts.append((decibels.clamp(min=-80) + 40) / 40)

@@ -117,13 +117,13 @@ def _dtypes(verify: str) -> Sequence[torch.dtype]:
     return BOTH if verify == "float64" else BOTH[1:]
 
 
-_PEAK = 2.5  # times the weights, beside the model itself
+_PEAK = 1.3  # times the weights beside the model itself, if nearly all of them stay
 
 
 def _on_memory(model: nn.Module, said: str) -> str:
     stored = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
     return (
-        f"There is not enough memory on {device_of(model)} for this export, which needs about "
+        f"There is not enough memory on {device_of(model)} for this export, which needs up to "
         f"{_PEAK * stored:.2g} GiB beside the model, {_PEAK} times its weights, and what its "
         "example takes. The model is as it was, and nothing was written. Free memory "
         "(optimizers, other models, torch.cuda.empty_cache()), gate with a smaller example, or "

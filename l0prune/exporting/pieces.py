@@ -243,10 +243,11 @@ def whole(network: Network, captured: Captured | None) -> Whole:
         export = partial(reexport, dynamic=captured.dynamic, batches=captured.batches, free=free)
         make = partial(programs, export=export)
     is_shared, dtypes = module is network.small, network.dtypes
-    exact = module
+    exact, twin = module, None
     if is_shared and not dtypes.are_one:  # before ``restored``, which frees the lent tensors
         exact = placed(copied(module), CPU)
-    restored(network.small, dtypes)
+        twin = exact if device_of(module) == CPU else None
+    restored(network.small, dtypes, twin)
     marks: Mapping[str, Mark] = {}
     if dtypes.are_one:
         exact = _with_its_tensors(module) if is_shared else restored(module, dtypes)

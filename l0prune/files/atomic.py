@@ -221,6 +221,21 @@ def claimed(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def is_claimed(folder: Path) -> bool:
+    """Return whether a run has locked a folder, as a run does whose launcher was killed."""
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    except (NotImplementedError, OSError):
+        return False
+    lock.release()
+    return False
+
+
 @contextmanager
 def replaced_folder(path: PathLike, last: str, known: Collection[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files are moved to the folder ``path`` after the context.

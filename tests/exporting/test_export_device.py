@@ -47,7 +47,7 @@ def test_out_of_memory_leaves_all_as_it_was_and_says_how_much_is_needed(dtype):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kind, keys = type(model), set(vars(model))
     model.lacks = dtype
-    with pytest.raises(L0pruneError, match=r"not enough memory on cpu .* GiB .* 2.5 times") as told:
+    with pytest.raises(L0pruneError, match=r"not enough memory on cpu .* GiB .* 1.3 times") as told:
         l0prune.export(model)
     assert "out of memory. Tried to allocate 2.00 GiB." in str(told.value)
     assert told.value.__context__ is None  # whose frames would hold what was made

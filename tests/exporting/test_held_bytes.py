@@ -44,8 +44,9 @@ def test_a_cut_holds_the_smaller_network_once(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:l0prune. for transformers")
-def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path):
+def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path, dtype):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=512, num_hidden_layers=6,
@@ -53,6 +54,8 @@ def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path):
     )  # fmt: skip
     torch.manual_seed(0)
     model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(256, (2, 8))
+    for parameter in model.parameters():  # buffers stay in float32, as transformers loads them
+        parameter.data = parameter.data.to(dtype)
     with Held(model) as held:
         l0prune.gate(model, ids, loadable_by="transformers")
         l0prune.fit(model, "params=0.5", l0prune.score(model, "magnitude"))
@@ -60,3 +63,20 @@ def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path):
         said = small.save_pretrained(tmp_path / "small")
     assert "So does LlamaForCausalLM.from_pretrained" in said
     assert held.above < MOST
+
+
+def test_files_of_16_bits_are_made_from_what_the_module_holds_where_nothing_was_rounded():
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)
+    model, x = nn.Sequential(*layers).bfloat16().eval(), torch.randn(2, 8).bfloat16()
+    l0prune.gate(model, x, exclude=["0.in"])
+    bank = l0prune.gates(model)
+    z = torch.where(torch.arange(bank.plan.size) % 2 == 0, 8.0, -8.0)
+    z[2] = 0.1  # which scales a column, so that the product is rounded
+    with torch.no_grad():
+        bank.log_alpha.copy_(z)
+    small = l0prune.export(model)
+    memory = {p.untyped_storage().data_ptr() for p in small.module.parameters()}
+    exact = dict(small._made.module.named_parameters())
+    borrowed = {n: p.loan.original.untyped_storage().data_ptr() in memory for n, p in exact.items()}
+    assert borrowed == {"0.weight": True, "0.bias": True, "2.weight": False, "2.bias": True}

@@ -152,10 +152,10 @@ def placed(module: Model, device: torch.device) -> Model:
     return module
 
 
-def restored(module: Model, dtypes: Dtypes) -> Model:
+def restored(module: Model, dtypes: Dtypes, twin: nn.Module | None = None) -> Model:
     """Convert the module back to its model's dtypes, in place; names are its own or its graphs'.
 
-    Each tensor is rounded once.
+    Each tensor is rounded once. For ``twin`` see ``settle``.
     """
     others = dict(dtypes.others)
     for path, part in module.named_modules():
@@ -167,7 +167,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
         for name, tensor in _floats(module)
         if name in others
     }
-    settle(module, dtypes.main)
+    settle(module, dtypes.main, twin)
     _moved(module, dtypes.main)
     for name, tensor in exact.items():
         path, _, leaf = name.rpartition(".")

@@ -61,6 +61,11 @@ class _Loan:
         loan.own = None if self.own is None else self.own.to(device, dtype)
         return loan
 
+    def rest_on(self, other: Tensor) -> None:
+        """Lend another tensor in the place of the stored values, if the values are the same."""
+        if self.own is None and torch.equal(self.made(copy=False), other.to(self.dtype)):
+            self.original, self.fold = other, None
+
     def read(self) -> Tensor:
         """Return the values for an operator, and record that they were read."""
         self.is_read = True
@@ -221,15 +226,23 @@ def folded(stored: Tensor, fold: Fold) -> Tensor:
     return Lent(_Loan(stored, torch.float64, fold))
 
 
-def settle(module: nn.Module, dtype: torch.dtype | None) -> None:
+def settle(module: nn.Module, dtype: torch.dtype | None, twin: nn.Module | None = None) -> None:
     """Replace a module's lent parameters by ordinary ones, in place; originals are released.
 
-    Without ``dtype`` their dtypes are unchanged.
+    Args:
+        dtype: None for the dtypes that they have.
+        twin: a copy of the module, whose parameters then borrow the ordinary ones, where these have
+            the same values.
     """
+    pairs = () if twin is None else zip(module.parameters(), twin.parameters(), strict=True)
+    twins = {id(mine): other for mine, other in pairs}
 
     def own(old: Lent) -> Tensor:
         loan = old.loan.given(dtype or old.dtype)
-        return loan.made(copy=True)
+        made = loan.made(copy=True)
+        if isinstance(other := twins.get(id(old)), Lent):
+            other.loan.rest_on(made)
+        return made
 
     _replace(module, own)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from l0prune.errors import FileError
 from l0prune.features.sweep.grid import Point
 from l0prune.features.sweep.launchers import CommandLine, Job, Launcher
-from l0prune.files.atomic import replacement
+from l0prune.files.atomic import is_claimed, replacement
 from l0prune.files.checked_json import read_json
 from l0prune.report.report import RESULT
 from l0prune.training.history import NAME
@@ -124,7 +124,10 @@ class Sweep:
                     if free is None:
                         break
                     waiting.remove(free)
-                    self._begin(free)
+                    if result_of(self._folder, free) is None:
+                        self._begin(free)
+                    else:  # of a run that went on when its launcher was killed
+                        self._end(free, Ending("done"))
                 look()
                 time.sleep(_PAUSE)
         return self.endings
@@ -149,10 +152,18 @@ class Sweep:
         self._tell(point, ending)
 
     def _may_begin(self, point: Point) -> bool:
-        """Return whether no running run is training the dense network of this one."""
+        """Return whether no run is this one, or is training its dense network.
+
+        Runs of a sweep whose launcher was killed go on without it.
+        """
+        if is_claimed(self._folder / point.name):
+            return False
         if point.dense is None or self._trained(point) is not None:
             return True
-        return all(other.dense != point.dense for other, _ in self._running.values())
+        others = [other for other in self._points if other.dense == point.dense]
+        return not any(
+            other.name in self._running or is_claimed(self._folder / other.name) for other in others
+        )
 
     def _trained(self, point: Point) -> Path | None:
         """Return a run's folder that has the trained dense network of this one; None without."""

@@ -17,6 +17,7 @@ from l0prune.features.recipes.files import load
 from l0prune.features.sweep import launchers
 from l0prune.features.sweep.grid import asked, points
 from l0prune.features.sweep.runs import result_of
+from l0prune.files.atomic import is_claimed
 
 CODE = """
 import torch
@@ -272,6 +273,38 @@ def test_a_sweep_of_processes_is_stopped_and_goes_on_and_is_one_run_each(recipe,
     assert results[0]["axes"] == results[1]["axes"]
     for name in NAMES:
         assert re.search("the report is", (tmp_path / f"out/logs/{name}.txt").read_text())
+
+
+@pytest.mark.slow
+def test_a_sweep_whose_launcher_was_killed_goes_on_from_its_folder(recipe, tmp_path):
+    code = recipe.with_name("sums.py")
+    waits = "while not os.path.exists('go'):\n        time.sleep(0.05)\n    "
+    code.write_text(
+        "import os, time\n" + CODE.replace("    return nn.S", f"    {waits}return nn.S")
+    )
+    sweep = ("sweep", "sums.toml", "--seed", "0,1", "--out", "out", "--jobs", "2", "--json")
+    process = subprocess.Popen(
+        [*COMMAND, *sweep], cwd=tmp_path, env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    locks = [tmp_path / f"out/seed-{seed}" for seed in (0, 1)]
+    while not all(is_claimed(lock) for lock in locks):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()  # its runs, in sessions of their own, go on
+    process.wait()
+    again = subprocess.Popen(
+        [*COMMAND, *sweep], cwd=tmp_path, env=ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(5)  # the second launcher finds the runs of the first
+    assert again.poll() is None
+    (tmp_path / "go").touch()
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert [each["state"] for each in json.loads(out)["runs"]] == ["done", "done"]
+    for seed in (0, 1):  # each was run once
+        assert (tmp_path / f"out/logs/seed-{seed}.txt").read_text().count("the report is") == 1
 
 
 @pytest.mark.slow
