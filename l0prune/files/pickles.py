@@ -204,9 +204,7 @@ def check_whole(source: Path) -> None:
     elif head[:2] == b"PK":
         raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
     elif source.suffix == ".onnx":
-        raise FileError(
-            f"{source} is an ONNX file without gates: first l0prune gate {source}"
-        )
+        raise FileError(f"{source} is an ONNX file without gates: first l0prune gate {source}")
     elif head != _BEFORE_1_6:
         raise FileError(f"{source} is not a model file: it was not written by torch.save. {SAVE}")
 

@@ -39,8 +39,8 @@ Tolerance = Annotated[
     ),
 ]
 Spared = Annotated[
-    str,
-    typer.Option("--measure", help="What --tolerance spares: macs, or latency."),
+    str | None,
+    typer.Option("--measure", help="What --tolerance spares: latency, or macs. [latency]"),
 ]
 Recover = Annotated[
     int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
@@ -70,7 +70,7 @@ def shrink(
     budget: Budget = None,
     faster: options.Faster = None,
     tolerance: Tolerance = None,
-    measure: Spared = "macs",
+    measure: Spared = None,
     recover: Recover = 0,
     *,
     settings: dict[str, Any],
@@ -119,7 +119,7 @@ def shrink(
     shapes = free_dims(dynamic, module)
     if shapes is None and isinstance(source, Mapping):
         say_of_lengths(module, ((), source))
-    timed_by = budget or [f"{measure}=1"]
+    timed_by = budget or [f"{measure or 'latency'}=1"]
     with shown(console=err):
         small = l0prune.shrink(
             module,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied_around
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import as_arguments, map_tensors
-from l0prune.errors import UsageError, warn
+from l0prune.errors import L0pruneError, UsageError, first_line, warn
 from l0prune.exporting.export import export
 from l0prune.exporting.result import Export
 from l0prune.features.unlabelled.compensate import (
@@ -64,7 +64,7 @@ def shrink(
     *,
     tolerance: float | str | None = None,
     judge: Callable[[nn.Module], float] | None = None,
-    measure: str = MEASURES[0],
+    measure: str | None = None,
     recover: int = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
@@ -93,7 +93,9 @@ def shrink(
             examples get another class, or of the outputs' variance is error without classes.
         judge: with a tolerance, a function of a network that says in its place how much worse that
             is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
-        measure: what is spared under a tolerance: ``"macs"``, or ``"latency"`` for the fastest.
+        measure: what is spared under a tolerance: ``"latency"`` for the fastest network, or
+            ``"macs"``; by default latency, or where no time can be measured macs, with a warning.
+            For another program (``loadable_by``) it is macs.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
@@ -122,7 +124,7 @@ def shrink(
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
-    if measure not in MEASURES:
+    if measure not in (None, *MEASURES):
         raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
     allowed = None if tolerance is None else tolerance_of(tolerance)
     inputs = inputs_for(model, inputs)
@@ -133,9 +135,15 @@ def shrink(
     two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     widths: Any = {"round_to": round_to, "target": check_target(target)}
-    table = latency(work) if callable(latency) else latency
-    wanted = limits(f"{measure}=1" if budget is None else budget)
-    widths["latency"] = table_if_needed(work, wanted, table, target)
+
+    def table_for(wanted: LimitsLike) -> Source | None:
+        given = latency(work) if callable(latency) else latency
+        return table_if_needed(work, limits(wanted), given, target)
+
+    if budget is None and measure is None:
+        measure, widths["latency"] = _spared(gating, table_for)
+    else:
+        widths["latency"] = table_for(f"{measure}=1" if budget is None else budget)
     if budget is not None:
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
@@ -171,6 +179,20 @@ def shrink(
     result.fidelity = held_out.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
+
+
+def _spared(
+    gating: Mapping[str, Any], table_for: Callable[[str], Source | None]
+) -> tuple[str, Source | None]:
+    """Return what is spared by default, and the table of times for it."""
+    macs, latency = MEASURES
+    if gating.get("loadable_by") is not None:
+        return macs, None
+    try:
+        return latency, table_for(f"{latency}=1")
+    except L0pruneError as error:
+        warn(f"the network of fewest MACs is looked for, not the fastest: {first_line(error)}")
+        return macs, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch)
 @pytest.mark.slow
 def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     model, data = network
-    small = l0prune.shrink(model, data, tolerance="5%", recover=1)
+    small = l0prune.shrink(model, data, tolerance="5%", measure="macs", recover=1)
     assert small.macs < small.macs_before
     within = [step for step in small.curve if 1 - step.fidelity.agreement <= 0.05]
     assert small.macs / small.macs_before <= min(step.share for step in within)
@@ -92,13 +92,30 @@ def test_a_judge_decides_what_is_within_a_tolerance(network):
         tried.append(nn.utils.parameters_to_vector(other.parameters()).detach().norm().item())
         return 0.0 if len(tried) == 2 else 0.02
 
-    small = l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=judge)
+    small = l0prune.shrink(
+        model, data.train.inputs[:200], tolerance="1%", judge=judge, measure="macs"
+    )
     assert len(tried) == len(set(tried)) == len(small.curve) == 5
     (within,) = [step for step in small.curve if step.far <= 0.01]
     assert small.macs / small.macs_before <= within.share
     assert sum(step.far == 0.02 for step in small.curve) == 4
     with pytest.raises(UsageError, match=r"stays within 1\.0%.*2\.0% from the original"):
-        l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02)
+        l0prune.shrink(
+            model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02, measure="macs"
+        )
+
+
+def test_where_no_time_can_be_measured_a_tolerance_finds_the_fewest_macs(network):
+    model, data = network
+
+    def no_table(gated):
+        raise UsageError("nothing to be timed. Give another")
+
+    with pytest.warns(L0pruneWarning, match="fewest MACs .* not the fastest: nothing to be timed"):
+        small = l0prune.shrink(
+            model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0, latency=no_table
+        )
+    assert {step.measure for step in small.curve} == {"macs"}
 
 
 class HalfFixed:
@@ -126,7 +143,6 @@ def test_a_tolerance_in_time_finds_the_fastest(network):
         data.train.inputs[:200],
         tolerance="1%",
         judge=lambda other: float(l0prune.gates(other).open().sum() < 20),
-        measure="latency",
         latency=HalfFixed(),
         round_to=1,
         exclude="1.in",
