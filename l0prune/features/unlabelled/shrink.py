@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ _WORSE = (
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
 MEASURES = "macs", Latency.name  # what a tolerance can spare
+_LARGE = 5e8  # parameters above which times are measured only if asked for: that takes long
 _TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST = 0.05  # smallest share that is tried for a tolerance
 
@@ -95,7 +96,7 @@ def shrink(
             is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
         measure: what is spared under a tolerance: ``"latency"`` for the fastest network, or
             ``"macs"``; by default latency, or where no time can be measured macs, with a warning.
-            For another program (``loadable_by``) it is macs.
+            For another program (``loadable_by``), and above 500 M parameters, it is macs.
         recover: epochs in which the smaller network then learns the answers of the original one;
             undone where it ends farther away on held-out inputs.
         round_to, target: see ``fit``.
@@ -141,7 +142,10 @@ def shrink(
         return table_if_needed(work, limits(wanted), given, target)
 
     if budget is None and measure is None:
-        measure, widths["latency"] = _spared(gating, table_for)
+        is_known = latency is not None and not callable(latency)
+        is_large = sum(each.numel() for each in work.parameters()) > _LARGE
+        by_macs = gating.get("loadable_by") is not None or (is_large and not is_known)
+        measure, widths["latency"] = ("macs", None) if by_macs else _spared(table_for)
     else:
         widths["latency"] = table_for(f"{measure}=1" if budget is None else budget)
     if budget is not None:
@@ -181,18 +185,13 @@ def shrink(
     return result
 
 
-def _spared(
-    gating: Mapping[str, Any], table_for: Callable[[str], Source | None]
-) -> tuple[str, Source | None]:
-    """Return what is spared by default, and the table of times for it."""
-    macs, latency = MEASURES
-    if gating.get("loadable_by") is not None:
-        return macs, None
+def _spared(table_for: Callable[[str], Source | None]) -> tuple[str, Source | None]:
+    """Return latency and a table of times, or macs where none can be made."""
     try:
-        return latency, table_for(f"{latency}=1")
+        return Latency.name, table_for(f"{Latency.name}=1")
     except L0pruneError as error:
         warn(f"the network of fewest MACs is looked for, not the fastest: {first_line(error)}")
-        return macs, None
+        return "macs", None
 
 
 @dataclass(frozen=True, slots=True)

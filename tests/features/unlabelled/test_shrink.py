@@ -118,6 +118,16 @@ def test_where_no_time_can_be_measured_a_tolerance_finds_the_fewest_macs(network
     assert {step.measure for step in small.curve} == {"macs"}
 
 
+def test_no_table_of_times_is_made_of_a_large_network_unless_asked_for(network, monkeypatch):
+    model, data = network
+    monkeypatch.setattr("l0prune.features.unlabelled.shrink._LARGE", 100)
+    given = {"tolerance": "1%", "exclude": "1.in", "round_to": 1}
+    given["judge"] = lambda other: float(l0prune.gates(other).open().sum() < 20)
+    for table, measure in ((lambda _: HalfFixed(), "macs"), (HalfFixed(), "latency")):
+        small = l0prune.shrink(model, data.train.inputs[:200], latency=table, **given)
+        assert {step.measure for step in small.curve} == {measure}
+
+
 class HalfFixed:
     """Times of which half do not depend on the hidden layer's width."""
 
