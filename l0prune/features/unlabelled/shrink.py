@@ -33,7 +33,7 @@ from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
-from l0prune.progress.stages import stage, steps
+from l0prune.progress.stages import counting, stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
@@ -54,7 +54,7 @@ _WORSE = (
 MEASURES = "macs", Latency.name  # what a tolerance can spare
 _LARGE = 5e8  # parameters above which times are measured only if asked for: that takes long
 _TRIED = 5  # sizes that are tried for a tolerance
-_SMALLEST = 0.05  # smallest share that is tried for a tolerance
+_SMALLEST, _CLOSE = 0.05, 0.1  # smallest share that is tried, and logarithm of near ones
 
 
 @displayed
@@ -249,40 +249,49 @@ def _smallest(
     best: tuple[dict[str, Tensor], Fidelity] | None = None
     tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
-    for _ in steps(range(_TRIED)):
-        share = math.exp((low + high) / 2)
-        _hold(found, whole)
-        try:
-            budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
-            gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
-        except UsageError:  # no cut gets down to this share
-            low = math.log(share)
-            continue
-        if bool(found.gates.open().all()):  # by an inexact table the whole network is as fast
-            high = math.log(share)
-            continue
-        after = gain.after
-        if judge is not None:
-            far = judge(found.root)
-        elif found.classes.are_known and after.agreement is not None:
-            far = 1 - after.agreement
-        else:
-            far = after.error
-        tried.append(Step(share, measure, after, far))
-        if far <= allowed:
-            high = math.log(share)
-            best = _held(found), after
-        else:
-            low = math.log(share)
+    with counting(_TRIED) as counter:
+        while len(tried) < _TRIED and high - low > _CLOSE:
+            share = math.exp((low + high) / 2)
+            _hold(found, whole)
+            try:
+                budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
+                gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
+            except UsageError:  # no cut gets down to this share
+                low = math.log(share)
+                continue
+            if bool(found.gates.open().all()):  # by an inexact table the whole network is as fast
+                high = math.log(share)
+                continue
+            after = gain.after
+            if judge is not None:
+                far = judge(found.root)
+            elif found.classes.are_known and after.agreement is not None:
+                far = 1 - after.agreement
+            else:
+                far = after.error
+            tried.append(Step(share, measure, after, far))
+            counter.step()
+            if far <= allowed:
+                high = math.log(share)
+                best = _held(found), after
+            else:
+                low = math.log(share)
     if best is None:
-        nearest = max(tried, key=lambda step: step.share, default=None)
-        said = f" With {nearest.measure}={nearest.share:.2f}: {nearest}." if nearest else ""
-        raise UsageError(
-            f"no smaller network was found that stays within {allowed:.1%}.{said} Allow more, or "
-            "give more inputs"
-        )
+        raise UsageError(_none_within(allowed, measure, tried))
     _hold(found, best[0])
     return sorted(tried, key=lambda step: step.share), best[1]
+
+
+def _none_within(allowed: float, measure: str, tried: Sequence[Step]) -> str:
+    """Return why there is no network within a tolerance, and the way on."""
+    if not tried:
+        other = ": its time hardly depends on its widths. Try measure='macs' (--measure macs)"
+        return f"no cut takes less {measure}{other if measure == Latency.name else ''}"
+    nearest = max(tried, key=lambda step: step.share)
+    return (
+        f"no smaller network was found that stays within {allowed:.1%}. With "
+        f"{measure}={nearest.share:.2f}: {nearest}. Allow more, or give more inputs"
+    )
 
 
 def _held(found: Calibration) -> dict[str, Tensor]:

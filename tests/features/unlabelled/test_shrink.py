@@ -132,10 +132,11 @@ class HalfFixed:
     """Times of which half do not depend on the hidden layer's width."""
 
     name = "latency"
+    fixed = 1.0  # over what depends on it
 
     def of(self, plan):
         (cost,) = [each for each in plan.costs if each.unit == "macs" and each.owner == "3"]
-        terms = cost, replace(cost, scale=64 * cost.scale, dims=())
+        terms = cost, replace(cost, scale=64 * self.fixed * cost.scale, dims=())
         return Unseen(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
 
 
@@ -162,6 +163,16 @@ def test_a_tolerance_in_time_finds_the_fastest(network):
     ((kept, whole),) = small.widths.values()
     assert (64 + kept) / (64 + whole) <= share < (64 + kept + 1) / (64 + whole)
     assert 20 <= kept < 30
+
+
+class Fixed(HalfFixed):
+    fixed = 50.0
+
+
+def test_a_network_whose_time_hardly_depends_on_its_widths_is_said_to_be_such(network):
+    model, data = network
+    with pytest.raises(UsageError, match=r"hardly depends on its widths.*measure='macs'"):
+        l0prune.shrink(model, data.train.inputs[:200], tolerance="1%", latency=Fixed())
 
 
 class Slower(HalfFixed):
