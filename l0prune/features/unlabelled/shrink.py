@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,19 @@ from l0prune.exporting.export import export
 from l0prune.exporting.result import Export
 from l0prune.features.unlabelled.compensate import (
     BATCH_SIZE,
+    JUDGED,
     SAMPLES,
     Calibration,
     calibration,
 )
-from l0prune.features.unlabelled.division import Division
+from l0prune.features.unlabelled.division import PROBES, Division
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
+from l0prune.features.unlabelled.forecast import Forecast, Speed, forecast
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
+from l0prune.plan.cost import cost_of
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
@@ -37,6 +41,7 @@ from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
+from l0prune.running.task import batch_length
 from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
@@ -118,19 +123,11 @@ def shrink(
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
     check_whole("recover", recover, 0)
-    if (budget is None) == (tolerance is None):
-        raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
-    if measure not in MEASURES:
-        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
-    allowed = None if tolerance is None else tolerance_of(tolerance)
-    inputs = inputs_for(model, inputs)
-    # A forward may write into its module; weights are shared until they are replaced.
-    users, work, model = model, copied_around(model), copied_around(model)
-    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
-    two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
-    gate(work, *as_arguments(two), **{"branches": False, **gating})
+    allowed = _check(budget, tolerance, measure)
+    users, work, inputs = model, *_gated(model, inputs, seed, gating)
+    model = copied_around(model)  # a forward may write into its module
     widths: Any = {"round_to": round_to, "target": check_target(target)}
     table = latency(work) if callable(latency) else latency
     wanted = limits(f"{measure}=1" if budget is None else budget)
@@ -170,6 +167,74 @@ def shrink(
     result.fidelity = held_out.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
+
+
+def foresee(
+    model: nn.Module,
+    inputs: Any,
+    budget: LimitsLike | None = None,
+    *,
+    tolerance: float | str | None = None,
+    measure: str = MEASURES[0],
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    class_dim: int | None = None,
+    **gating: Any,
+) -> Forecast:
+    """Return the memory and time that ``shrink`` would take; see there for the arguments.
+
+    The model is gated, and some operators are timed. On the meta device nothing is.
+    """
+    _check(budget, tolerance, measure)
+    start = time.perf_counter()
+    work, inputs = _gated(model, inputs, seed, gating)
+    gating_took = time.perf_counter() - start
+    asked = () if budget is None else limits(budget)
+    own = [each for each in asked if each.measure == "params" and each.glob == "*"]
+    share = min(
+        (each.share(cost_of(gates_of(work).plan).dense("params")) for each in own), default=1.0
+    )
+    tries = 1 if tolerance is None else _TRIED
+    if _is_empty(model):
+        batches = inputs_of(inputs, samples, batch_size, torch.device("cpu"), seed)
+        lengths = [batch_length(*batch) for batch in batches]
+        judged = sum(lengths[::JUDGED])
+        counts = sum(lengths) - judged, judged, min(sum(lengths) - judged, PROBES)
+        return forecast(work, gates_of(work), counts, share, None)
+    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
+        used, judged, probes = (
+            sum(batch_length(each, None) for each in batches)
+            for batches in (found.used, found.judged, found.judged_by())
+        )
+        speed = Speed.of(found, gating_took, tries)
+        return forecast(work, found.gates, (used, judged, probes), share, speed)
+
+
+def _is_empty(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _check(budget: LimitsLike | None, tolerance: float | str | None, measure: str) -> float | None:
+    """Return a tolerance as a number."""
+    if (budget is None) == (tolerance is None):
+        raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
+    if measure not in MEASURES:
+        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
+    return None if tolerance is None else tolerance_of(tolerance)
+
+
+def _gated(
+    model: nn.Module, inputs: Any, seed: int, gating: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    """Return a gated copy, which shares the weights, and the inputs."""
+    work, inputs = copied_around(model), inputs_for(model, inputs)
+    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
+    place = "meta" if _is_empty(model) else "cpu"
+    two = map_tensors(first, lambda tensor: tensor[:2].to(place) if tensor.dim() else tensor)
+    gate(work, *as_arguments(two), **{"branches": False, **gating})
+    return work, inputs
 
 
 @dataclass(frozen=True, slots=True)
