@@ -56,6 +56,12 @@ Worse = Annotated[
         help="Write a network even if the mean of the outputs would predict them better.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say how much memory and time each step would take, and do none of them."
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 
 
@@ -91,6 +97,7 @@ def shrink(
     write: options.Written = None,
     timed: Timed = True,
     trust_pickle: options.TrustPickle = False,
+    dry_run: DryRun = False,
     json: options.Json = False,
 ) -> None:
     """Make a model smaller with some inputs alone: no labels, no training, minutes.
@@ -104,6 +111,7 @@ def shrink(
         l0prune shrink model.pt --budget macs=0.5
         l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
         l0prune shrink transformers:DIR --data a.txt --budget params=0.8
+        l0prune shrink transformers:DIR --data a.txt --budget params=0.8 --dry-run
     """
     budget = with_speed(budget, faster)
     if bool(budget) == (tolerance is not None):
@@ -120,18 +128,27 @@ def shrink(
     if shapes is None and isinstance(source, Mapping):
         say_of_lengths(module, ((), source))
     timed_by = budget or [f"{measure or 'latency'}=1"]
+    common: dict[str, Any] = {"tolerance": tolerance, "measure": measure, "samples": samples}
+    common |= {"batch_size": batch_size, "seed": seed, "class_dim": class_dim}
+    if dry_run:
+        from l0prune.features.unlabelled.shrink import foresee
+
+        with shown(console=err):
+            asked = {
+                name: value for name, value in asked.items() if name not in ("round_to", "target")
+            }
+            found = foresee(
+                module, source, budget or None, **common, dynamic_shapes=shapes, **asked
+            )
+        emit(found.to_dict(), json, str(found))
+        return
     with shown(console=err):
         small = l0prune.shrink(
             module,
             source,
             budget or None,
-            tolerance=tolerance,
-            measure=measure,
+            **common,
             recover=recover,
-            samples=samples,
-            batch_size=batch_size,
-            seed=seed,
-            class_dim=class_dim,
             latency=lambda gated: latency_table(None, Path(spec), timed_by, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
             dynamic_shapes=shapes,

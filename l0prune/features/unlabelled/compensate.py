@@ -50,7 +50,7 @@ from l0prune.running.task import batch_length
 _FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
 _WORK, _FEWEST_PROBES = 1e12, 64  # multiply-adds for all axes, but with so many outputs at least
-_JUDGED = 5  # one batch in so many is held out to measure the gain
+JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
 
 
@@ -256,8 +256,8 @@ def calibration(
         ):
             outputs = measured(call(root, batches[0]), gates.outputs)
             classes = classes_of(outputs, targets, class_dim)
-        used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
-        yield Calibration(root, gates, used, batches[::_JUDGED], classes, is_shared)
+        used = [batch for number, batch in enumerate(batches) if number % JUDGED]
+        yield Calibration(root, gates, used, batches[::JUDGED], classes, is_shared)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,19 @@ from l0prune.exporting.export import export
 from l0prune.exporting.result import Export
 from l0prune.features.unlabelled.compensate import (
     BATCH_SIZE,
+    JUDGED,
     SAMPLES,
     Calibration,
     calibration,
 )
-from l0prune.features.unlabelled.division import Division
+from l0prune.features.unlabelled.division import PROBES, Division
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
+from l0prune.features.unlabelled.forecast import Forecast, Speed, forecast
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
+from l0prune.plan.cost import cost_of
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
@@ -37,6 +41,7 @@ from l0prune.progress.stages import counting, stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
+from l0prune.running.task import batch_length
 from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
@@ -121,33 +126,26 @@ def shrink(
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
     check_whole("recover", recover, 0)
-    if (budget is None) == (tolerance is None):
-        raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
-    if measure not in (None, *MEASURES):
-        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
-    allowed = None if tolerance is None else tolerance_of(tolerance)
-    inputs = inputs_for(model, inputs)
+    allowed = _check(budget, tolerance, measure)
+    users, work, inputs = model, *_gated(model, inputs, seed, gating)
     batch_size = getattr(model, "fixed_batch", 0) or batch_size  # of an ONNX file's graph
-    # A forward may write into its module; weights are shared until they are replaced.
-    users, work, model = model, copied_around(model), copied_around(model)
-    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
-    two = map_tensors(first, lambda tensor: tensor[:2].cpu() if tensor.dim() else tensor)
-    gate(work, *as_arguments(two), **{"branches": False, **gating})
+    model = copied_around(model)  # a forward may write into its module
     widths: Any = {"round_to": round_to, "target": check_target(target)}
 
     def table_for(wanted: LimitsLike) -> Source | None:
         given = latency(work) if callable(latency) else latency
         return table_if_needed(work, limits(wanted), given, target)
 
+    spared = measure or MEASURES[0]
     if budget is None and measure is None:
         is_known = latency is not None and not callable(latency)
         is_large = sum(each.numel() for each in work.parameters()) > _LARGE
         by_macs = gating.get("loadable_by") is not None or (is_large and not is_known)
-        measure, widths["latency"] = ("macs", None) if by_macs else _spared(table_for)
+        spared, widths["latency"] = (spared, None) if by_macs else _spared(table_for)
     else:
-        widths["latency"] = table_for(f"{measure}=1" if budget is None else budget)
+        widths["latency"] = table_for(f"{spared}=1" if budget is None else budget)
     if budget is not None:
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
@@ -155,7 +153,7 @@ def shrink(
     with calibration(work, inputs, *on, is_shared=True) as found:
         division = found.division()
         if allowed is not None:
-            curve, before = _smallest(found, division, allowed, measure, widths, judge)
+            curve, before = _smallest(found, division, allowed, spared, widths, judge)
         else:
             before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
@@ -192,6 +190,76 @@ def _spared(table_for: Callable[[str], Source | None]) -> tuple[str, Source | No
     except L0pruneError as error:
         warn(f"the network of fewest MACs is looked for, not the fastest: {first_line(error)}")
         return "macs", None
+
+
+def foresee(
+    model: nn.Module,
+    inputs: Any,
+    budget: LimitsLike | None = None,
+    *,
+    tolerance: float | str | None = None,
+    measure: str | None = None,
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    class_dim: int | None = None,
+    **gating: Any,
+) -> Forecast:
+    """Return the memory and time that ``shrink`` would take; see there for the arguments.
+
+    The model is gated, and some operators are timed. On the meta device nothing is.
+    """
+    _check(budget, tolerance, measure)
+    start = time.perf_counter()
+    work, inputs = _gated(model, inputs, seed, gating)
+    gating_took = time.perf_counter() - start
+    asked = () if budget is None else limits(budget)
+    own = [each for each in asked if each.measure == "params" and each.glob == "*"]
+    share = min(
+        (each.share(cost_of(gates_of(work).plan).dense("params")) for each in own), default=1.0
+    )
+    tries = 1 if tolerance is None else _TRIED
+    if _is_empty(model):
+        batches = inputs_of(inputs, samples, batch_size, torch.device("cpu"), seed)
+        lengths = [batch_length(*batch) for batch in batches]
+        judged = sum(lengths[::JUDGED])
+        counts = sum(lengths) - judged, judged, min(sum(lengths) - judged, PROBES)
+        return forecast(work, gates_of(work), counts, share, None)
+    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
+        used, judged, probes = (
+            sum(batch_length(each, None) for each in batches)
+            for batches in (found.used, found.judged, found.divided()[1])
+        )
+        speed = Speed.of(found, gating_took, tries)
+        return forecast(work, found.gates, (used, judged, probes), share, speed)
+
+
+def _is_empty(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _check(
+    budget: LimitsLike | None, tolerance: float | str | None, measure: str | None
+) -> float | None:
+    """Return a tolerance as a number."""
+    if (budget is None) == (tolerance is None):
+        raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
+    if measure not in (None, *MEASURES):
+        raise UsageError(f"measure is {' or '.join(MEASURES)}, not {measure!r}")
+    return None if tolerance is None else tolerance_of(tolerance)
+
+
+def _gated(
+    model: nn.Module, inputs: Any, seed: int, gating: dict[str, Any]
+) -> tuple[nn.Module, Any]:
+    """Return a gated copy, which shares the weights, and the inputs."""
+    work, inputs = copied_around(model), inputs_for(model, inputs)
+    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
+    place = "meta" if _is_empty(model) else "cpu"
+    two = map_tensors(first, lambda tensor: tensor[:2].to(place) if tensor.dim() else tensor)
+    gate(work, *as_arguments(two), **{"branches": False, **gating})
+    return work, inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,3 +77,15 @@ def test_gates_alone_learn_from_inputs_alone(done):
     before, after = l0prune.load("net.gated.pt"), l0prune.load(told["file"])
     assert int(l0prune.gates(after).open().sum()) < int(l0prune.gates(before).open().sum())
     assert torch.equal(after[0].bias, before[0].bias)
+
+
+def test_a_dry_run_says_memory_and_time_of_each_step_and_does_none(done, tmp_path):
+    options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--dry-run")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    told, _ = done("shrink", "net.py:net", *options, "--json")
+    assert [each["name"] for each in told["steps"]] == ["division", "compensation", "export"]
+    assert all(each["seconds"] > 0 for each in told["steps"])
+    weights = 4 * (8 * 32 + 32 + 32 * 3 + 3)
+    assert (told["weights"], told["examples"]) == (weights, 200)
+    assert told["peak"] == max(each["bytes"] for each in told["steps"]) > weights
+    assert {*before} >= {path.name for path in tmp_path.iterdir()} - {"__pycache__"}

@@ -1,0 +1,230 @@
+"""Memory and time that ``shrink`` will take, from the plan and one timed forward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.features.unlabelled.compensate import Calibration
+from l0prune.gating.bank import Gates
+from l0prune.plan.activations import steps
+from l0prune.plan.cost import Amounts, cost_of
+from l0prune.plan.layout import axes_of
+from l0prune.plan.numbers import in_thousands
+from l0prune.plan.plan import Plan
+from l0prune.running.batches import call
+from l0prune.running.task import batch_length
+
+_DOUBLE = 8  # bytes of a float64
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_MATRIX = 512  # rows of the products that are timed
+_STRENGTHS = 10  # systems that are solved for each weight
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """One step of ``shrink``.
+
+    Attributes:
+        name: of the step.
+        bytes: the most that it holds beside the model, about.
+        seconds: None where nothing can be timed, as for a model on the meta device.
+    """
+
+    name: str
+    bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Memory and time of the steps of ``shrink``.
+
+    Attributes:
+        weights: bytes of the model's own tensors.
+        examples: inputs that would be used.
+        steps: one after the other.
+    """
+
+    weights: int
+    examples: int
+    steps: tuple[Foreseen, ...]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes beside the model."""
+        return max(step.bytes for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast as data for JSON."""
+        return {**asdict(self), "steps": [asdict(each) for each in self.steps], "peak": self.peak}
+
+    def __str__(self) -> str:
+        """Return a line for each step."""
+        lines = [
+            f"{each.name:<14}{in_thousands(each.bytes, _UNITS):>10}"
+            + ("" if each.seconds is None else f"{each.seconds:>10.0f} s")
+            for each in self.steps
+        ]
+        total = [each.seconds for each in self.steps if each.seconds is not None]
+        took = f", about {sum(total) / 60:.1f} minutes" if total else ""
+        return "\n".join(
+            [
+                f"{self.examples} inputs; weights of {in_thousands(self.weights, _UNITS)}",
+                *lines,
+                f"at most {in_thousands(self.peak, _UNITS)} beside the model{took}",
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A weight that reads slots: its matrix, and the rows that it multiplies for one example."""
+
+    owner: str
+    axes: frozenset[int]
+    features: int
+    outputs: int
+    rows: float
+
+    @property
+    def square(self) -> int:
+        """Bytes of C in float64."""
+        return self.features**2 * _DOUBLE
+
+
+def _readers(plan: Plan, model: nn.Module) -> Iterator[_Reader]:
+    macs = cost_of(plan).by_owner(torch.ones(plan.size), "macs")
+    for name, roles in plan.roles.items():
+        parameter = dict(model.named_parameters()).get(name)
+        if parameter is None or "read" not in roles:
+            continue
+        pairs = zip(plan.tensors[name], roles, strict=True)
+        axes = {axis for layout, role in pairs if role == "read" for axis in axes_of(layout)}
+        writes = [n for n, role in zip(parameter.shape, roles, strict=True) if role == "write"]
+        outputs = prod(writes) or 1
+        owner = name.rpartition(".")[0]
+        rows = macs.get(owner, 0.0) / parameter.numel()
+        yield _Reader(owner, frozenset(axes), parameter.numel() // outputs, outputs, rows)
+
+
+def _waiting(plan: Plan) -> float:
+    """Return the most bytes of values that one example holds between two operators."""
+    if not plan.activations:
+        return 0.0
+    sizes = Amounts(plan, plan.activations).expected(torch.ones(plan.size)).tolist()
+    change = [0.0] * (steps(plan.activations) + 2)
+    for each, size in zip(plan.activations, sizes, strict=True):
+        if not each.is_fixed and each.last > each.made:
+            change[each.made + 1] += size
+            change[each.last + 1] -= size
+    most = now = 0.0
+    for step in change:
+        now += step
+        most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Speed of this machine with a network.
+
+    Attributes:
+        forward: seconds for one example.
+        products, solutions: operations a second, in float32 and in float64.
+        gating: seconds that gating took, which an export takes about, too.
+        tries: networks that are compensated, one after the other.
+    """
+
+    forward: float
+    products: float
+    solutions: float
+    gating: float
+    tries: int
+
+    @classmethod
+    def of(cls, found: Calibration, gating: float, tries: int) -> Speed:
+        """Time a forward of a batch, and products of matrices."""
+        batch = found.used[0]
+        with torch.no_grad():
+            call(found.root, batch)
+            forward = _seconds(lambda: call(found.root, batch)) / batch_length(batch, None)
+        single, double = (
+            torch.rand(_MATRIX, _MATRIX, dtype=d) for d in (torch.float32, torch.double)
+        )
+        flops = 2 * _MATRIX**3
+        return cls(
+            forward,
+            flops / _seconds(lambda: single @ single),
+            flops / _seconds(lambda: double @ double),
+            gating,
+            tries,
+        )
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def forecast(
+    model: nn.Module, gates: Gates, counts: tuple[int, int, int], share: float, speed: Speed | None
+) -> Forecast:
+    """Return the memory and time of ``shrink``.
+
+    Args:
+        model: gated; it may be on the meta device.
+        gates: its bank.
+        counts: examples that weights are fitted to, that are held out, and that outputs are
+            compared on in the division.
+        share: part of the parameters that stays.
+        speed: None where nothing can be timed.
+    """
+    used, judged, probes = counts
+    plan = gates.plan
+    readers, waiting = list(_readers(plan, model)), _waiting(plan)
+    of_gates = {id(p) for p in gates.parameters()}
+    own = [p for p in model.parameters() if id(p) not in of_gates]
+    weights = sum(p.nbytes for p in own)
+    tensor = max((p.numel() for p in own), default=0) * _DOUBLE
+    square = max((each.square for each in readers), default=0)
+    held = {}  # readers of one input, as queries, keys and values, lie beside each other
+    for axis in range(len(plan.axes)):
+        of_axis = [each for each in readers if axis in each.axes]
+        alike = {(r.owner.rpartition(".")[0], r.features): r.square for r in of_axis}
+        held[axis] = 3 * sum(alike.values())
+    solving = max(
+        ((6 * r.square + 9 * r.features * r.outputs * _DOUBLE) for r in readers), default=0
+    )
+    found = {
+        "division": max(held.values(), default=0) + 3 * square + used * waiting,
+        "compensation": weights + 2 * used * waiting + solving,
+        "export": weights + share * weights + 3 * tensor,
+    }
+    seconds = dict[str, float | None].fromkeys(found)
+    if speed is not None:
+        evaluated = len(plan.axes) * probes  # two widths, half of a forward each
+        squares = sum(2 * r.rows * used * r.features**2 for r in readers)
+        across = sum(2 * r.rows * used * r.features * min(r.outputs, r.features) for r in readers)
+        cubes = sum(r.features**3 for r in readers)
+        solved = sum(2 * r.features**2 * r.outputs for r in readers)
+        seconds["division"] = (
+            (used + evaluated) * speed.forward
+            + squares / speed.products
+            + 4 * cubes / speed.solutions
+        )
+        seconds["compensation"] = speed.tries * (
+            (2 * used + 4 * judged) * speed.forward
+            + (squares + across) / speed.products
+            + _STRENGTHS * (cubes / 3 + 2 * solved) / speed.solutions
+        )
+        seconds["export"] = speed.gating
+    steps_ = tuple(Foreseen(name, int(most), seconds[name]) for name, most in found.items())
+    return Forecast(weights, used + judged, steps_)
