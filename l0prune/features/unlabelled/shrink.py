@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied_around
-from l0prune.capture.model_checks import evaluating
+from l0prune.capture.model_checks import evaluating, modes_kept
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import L0pruneError, UsageError, first_line, warn
 from l0prune.exporting.export import export
@@ -56,6 +57,8 @@ _WORSE = (
     "{}. Give a larger budget, more inputs (samples), or epochs of training on the network's own "
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
 )
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+             nn.FeatureAlphaDropout)  # fmt: skip
 MEASURES = "macs", Latency.name  # what a tolerance can spare
 _LARGE = 5e8  # parameters above which times are measured only if asked for: that takes long
 _TRIED = 5  # sizes that are tried for a tolerance
@@ -165,7 +168,10 @@ def shrink(
         compensated = snapshot(work)
         for parameter in work.parameters():
             parameter.data = parameter.data.clone()
-        run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
+        with without_dropout(work):
+            run.finetune(
+                work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed
+            )
         after = held_out.nearness(model, work)
         if after.error > before.error:
             put_back(work, compensated)
@@ -260,6 +266,27 @@ def _gated(
     two = map_tensors(first, lambda tensor: tensor[:2].to(place) if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     return work, inputs
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set train mode without dropout within the context: answers are learned that had none.
+
+    Modules without weights or statistics, of which dropout is one, stay in eval mode.
+    """
+    rates = [(module, module.p) for module in model.modules() if isinstance(module, _DROPOUTS)]
+    with modes_kept(model):
+        model.train()
+        for module in model.modules():
+            if not [*module.parameters(), *module.buffers()]:
+                module.eval()
+        for module, _ in rates:
+            module.p = 0.0  # attentions read it, in their own mode
+        try:
+            yield
+        finally:
+            for module, rate in rates:
+                module.p = rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,35 @@ def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch)
     assert not (learned[:, None] == held).flatten(2).all(2).any()
 
 
+class Dropping(nn.Module):
+    """Layers with a BatchNorm and two kinds of dropout, one of which is no module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)).relu())
+        return self.last(nn.functional.dropout(x, self.drop.p, self.training))
+
+
+def test_recovery_learns_answers_without_dropout(monkeypatch):
+    torch.manual_seed(0)
+    model, x, rates = Dropping().eval(), torch.randn(16, 6), []
+    with module.without_dropout(model):
+        assert model.training
+        assert model.norm.training
+        assert torch.equal(model(x), model(x))
+    assert not any(each.training for each in model.modules())
+    assert model.drop.p == 0.5
+    monkeypatch.setattr(
+        module.run, "finetune", lambda work, task, **_: rates.append((work.drop.p, work.training))
+    )
+    l0prune.shrink(model, torch.randn(1024, 6), "macs=0.7", recover=1, samples=1024)
+    assert rates == [(0.0, True)]
+
+
 @pytest.mark.slow
 def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     model, data = network
