@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from l0prune.features.unlabelled.compensate import (
     Calibration,
     calibration,
 )
-from l0prune.features.unlabelled.division import Division
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.gating.attaching import gates_of
@@ -36,12 +36,13 @@ from l0prune.progress.stages import stage, steps
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
+from l0prune.running.task import Task
 from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
 from l0prune.training.checkpoint import put_back, snapshot
 
-_RATE = 1e-4  # learning rate of recovery: the usual 1e-3 would leave the nearby minimum
+_RATE = 3e-4  # learning rate of recovery: the usual 1e-3 often leaves the nearby minimum
 _UNDONE = (
     "the training on the network's own answers ended farther from them on inputs that were held "
     "out, so it was undone: give more inputs (samples), or fewer epochs"
@@ -64,7 +65,7 @@ def shrink(
     tolerance: float | str | None = None,
     judge: Callable[[nn.Module], float] | None = None,
     measure: str = MEASURES[0],
-    recover: int = 0,
+    recover: int | Mapping[str, Any] = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
     latency: Source | Callable[[nn.Module], Source | None] | None = None,
@@ -93,8 +94,10 @@ def shrink(
         judge: with a tolerance, a function of a network that says in its place how much worse that
             is by a measure of your own, as ``lambda network: 1 - right(network) / right(model)``.
         measure: what is spared under a tolerance: ``"macs"``, or ``"latency"`` for the fastest.
-        recover: epochs in which the smaller network then learns the answers of the original one;
-            undone where it ends farther away on held-out inputs.
+        recover: epochs in which the smaller network then learns the answers of the original one, or
+            settings of ``finetune`` for that, as ``{"epochs": 8, "lr": 1e-3}``; undone where it
+            ends farther away on held-out inputs. Under a tolerance each network that is tried
+            learns before it is judged.
         round_to, target: see ``fit``.
         latency: a table of times for a budget or tolerance in latency, or a function that makes one
             of the gated model; one is measured where none is given.
@@ -116,7 +119,8 @@ def shrink(
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
-    check_whole("recover", recover, 0)
+    settings = dict(recover) if isinstance(recover, Mapping) else {"epochs": recover}
+    check_whole("recover", settings.get("epochs", 1), 0)
     if (budget is None) == (tolerance is None):
         raise UsageError("give either a budget (budget='macs=0.5') or a tolerance (tolerance='1%')")
     if judge is not None and tolerance is None:
@@ -137,25 +141,25 @@ def shrink(
         check_request(work, budget, **widths, kinds=(), scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
-        division = found.division()
-        if allowed is not None:
-            curve, before = _smallest(found, division, allowed, measure, widths, judge)
-        else:
-            before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
         held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
-    if recover:
-        task = with_pseudo_labels(
-            inputs, model, device=device, held_out=held_out.batches, outputs=outputs
-        )
-        compensated = snapshot(work)
-        run.finetune(work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed)
-        after = held_out.nearness(model, work)
-        if after.error > before.error:
-            put_back(work, compensated)
-            warn(_UNDONE)
+        division, task = found.division(), None
+        if settings.get("epochs", 1):
+            task = with_pseudo_labels(
+                inputs, model, device=device, held_out=held_out.batches, outputs=outputs
+            )
+
+        def cut(budget: LimitsLike | None, **options: Any) -> Fidelity:
+            after = fit_and_compensate(found, budget, division, **options, **widths)[1].after
+            if task is None:
+                return after
+            given = {"lr": _RATE, "device": device, "seed": seed, **settings}
+            return _recovered(work, after, task, partial(held_out.nearness, model, work), given)
+
+        if allowed is not None:
+            curve, before = _smallest(found, cut, allowed, measure, judge)
         else:
-            before = after
+            before = cut(budget)
     if budget is not None and before.is_useless and not allow_worse_than_mean:
         raise UsageError(_WORSE.format(before.uselessness))
     if allowed is not None:
@@ -165,6 +169,25 @@ def shrink(
     result.fidelity = held_out.nearness(model, copied_around(result.module))
     result.curve = tuple(curve)
     return result
+
+
+def _recovered(
+    work: nn.Module,
+    compensated: Fidelity,
+    task: Task,
+    nearness: Callable[[], Fidelity],
+    settings: Mapping[str, Any],
+) -> Fidelity:
+    """Let a cut network learn, if it ends nearer than it was; return its fidelity."""
+    before = snapshot(work)
+    with torch.enable_grad():
+        run.finetune(work, task, **{**settings, "learn": False})
+    after = nearness()
+    if after.error <= compensated.error:
+        return after
+    put_back(work, before)
+    warn(_UNDONE)
+    return compensated
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +230,9 @@ class _Judge:
 @stage("looking for the smallest network within the tolerance")
 def _smallest(
     found: Calibration,
-    division: Division,
+    cut: Callable[..., Fidelity],
     allowed: float,
     measure: str,
-    widths: dict[str, Any],
     judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
@@ -227,11 +249,10 @@ def _smallest(
         put_back(found.root, whole)
         try:
             budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
-            gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
+            after = cut(budget, observe=False)
         except UsageError:  # no cut gets down to this share
             low = math.log(share)
             continue
-        after = gain.after
         if judge is not None:
             far = judge(found.root)
         elif found.classes.are_known and after.agreement is not None:

@@ -178,6 +178,32 @@ def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     )
 
 
+@pytest.mark.slow
+def test_under_a_tolerance_each_network_learns_before_it_is_judged(network, monkeypatch):
+    model, data = network
+    inputs, seen = data.train.inputs[:300], []
+    learn = module.run.finetune
+
+    def noting(work, task, **settings):
+        seen.append(settings)
+        learn(work, task, **settings)
+
+    monkeypatch.setattr(module.run, "finetune", noting)
+
+    def far(other):
+        assert not any(each.training for each in other.modules())
+        return fidelity(model.eval(), other, [data.test.inputs]).error
+
+    options = {"tolerance": 0.03, "judge": far, "progress": False}
+    cut = l0prune.shrink(model, inputs, **options)
+    assert not seen
+    learned = l0prune.shrink(model, inputs, **options, recover={"epochs": 4, "lr": 2e-3})
+    assert len(seen) == 5
+    assert all(each["lr"] == 2e-3 for each in seen)
+    assert learned.macs < cut.macs
+    assert far(learned.module) <= 0.03 + 1e-6
+
+
 class Rough(nn.Module):
     """A network whose outputs some of its neurons, and few inputs, say nothing about."""
 
