@@ -37,7 +37,7 @@ class Real:
         judged_by: the measure's name.
         measure: of the network, or of a file of it, on ``held``; more is better.
         file: the ONNX file that it came in, if it did.
-        shrink, finetune: settings of these.
+        shrink, finetune: settings of these, the latter also of ``recover``.
         gate: keywords of ``gate``.
     """
 
@@ -99,10 +99,11 @@ def cifar(name: str) -> Real:
     (file,) = weights.glob(f"{name}-*.th")
     model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", str(file)).eval()
     data, draw = l0prune.load_data("cifar10"), torch.Generator().manual_seed(0)
-    images, _ = next(data.train.batches(1000, generator=draw))
+    images, _ = next(data.train.batches(4000, generator=draw))
     tested, classes = next(data.test.batches(500, generator=draw))
     held = list(tested.split(100))
-    return Real(model, images, held, "images right", right(held, classes))
+    return Real(model, images, held, "images right", right(held, classes),
+                finetune={"epochs": 3})  # fmt: skip
 
 
 def crepe(capacity: str) -> Real:
@@ -319,11 +320,11 @@ def mtcnn(name: str, size: int) -> Real:
     from facenet_pytorch.models import mtcnn as networks
 
     model = getattr(networks, name)().eval()
-    images = inputs.photographs(900, size, 0) * 255
+    images = inputs.photographs(3300, size, 0) * 255
     images = (images - 127.5) * 0.0078125
-    held = list(images[600:].split(100))
-    return Real(model, images[:600], held, "outputs' variance that is no error",
-                near(model, held))  # fmt: skip
+    held = list(images[3000:].split(100))
+    return Real(model, images[:3000], held, "outputs' variance that is no error",
+                near(model, held), shrink={"samples": 512})  # fmt: skip
 
 
 NETWORKS: dict[str, Callable[[], Real]] = {

@@ -11,7 +11,8 @@ TOLERANCES = {"3%": 0.03, "1%": 0.01}
 _HEAD = """# Real networks
 
 Printed by `python -m benchmarks.real --page docs/real.md`: trained networks that lie in packages, cut without a label. *shrink* trains
-nothing: `l0prune.shrink(model, inputs, tolerance="1%", judge=…, measure="latency")`. *finetune* learns the network's own answers for some minutes,
+nothing: `l0prune.shrink(model, inputs, tolerance="1%", judge=…, measure="latency")`. *recover* is the same with `recover={"epochs": …}`:
+each of the networks that are tried learns the network's own answers before it is judged. *finetune* learns weights and gates together from these answers,
 under the smallest of three budgets in time that stays within. *int8* are the same networks' files in eight bits, whose measure may leave the tolerance.
 
 - **Measure**: what a network is judged by, on inputs that nothing was learned from; before the arrow that of the network as its package has it. The same
@@ -37,7 +38,7 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
     yield from _header((*_COLUMNS, "CPU s", "peak MiB"))
     gains: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row["way"] not in ("shrink", "finetune"):
+        if row["way"] not in ("shrink", "recover", "finetune"):
             continue
         found, about = row.get(name), f"| {row['model']} | {row['way']} "
         for bits in ("float32", "int8"):

@@ -43,7 +43,7 @@ Spared = Annotated[
     typer.Option("--measure", help="What --tolerance spares: latency, or macs. [latency]"),
 ]
 Recover = Annotated[
-    int, typer.Option(min=0, help="Epochs of training on the original's answers afterwards.")
+    int, typer.Option(min=0, help="Epochs of training on the original's answers after the cut.")
 ]
 ClassDim = Annotated[
     int | None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from l0prune.features.unlabelled.compensate import (
     Calibration,
     calibration,
 )
-from l0prune.features.unlabelled.division import PROBES, Division
+from l0prune.features.unlabelled.division import PROBES
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.features.unlabelled.forecast import Forecast, Speed, forecast
@@ -42,13 +43,12 @@ from l0prune.progress.stages import counting, stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
-from l0prune.running.task import batch_length
+from l0prune.running.task import Task, batch_length
 from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
-from l0prune.training.checkpoint import put_back, snapshot
 
-_RATE = 1e-4  # learning rate of recovery: the usual 1e-3 would leave the nearby minimum
+_RATE = 3e-4  # learning rate of recovery: the usual 1e-3 often leaves the nearby minimum
 _UNDONE = (
     "the training on the network's own answers ended farther from them on inputs that were held "
     "out, so it was undone: give more inputs (samples), or fewer epochs"
@@ -74,7 +74,7 @@ def shrink(
     tolerance: float | str | None = None,
     judge: Callable[[nn.Module], float] | None = None,
     measure: str | None = None,
-    recover: int = 0,
+    recover: int | Mapping[str, Any] = 0,
     round_to: Widths = "auto",
     target: str = TARGET,
     latency: Source | Callable[[nn.Module], Source | None] | None = None,
@@ -105,8 +105,10 @@ def shrink(
         measure: what is spared under a tolerance: ``"latency"`` for the fastest network, or
             ``"macs"``; by default latency, or where no time can be measured macs, with a warning.
             For another program (``loadable_by``), and above 500 M parameters, it is macs.
-        recover: epochs in which the smaller network then learns the answers of the original one;
-            undone where it ends farther away on held-out inputs.
+        recover: epochs in which the smaller network then learns the answers of the original one, or
+            settings of ``finetune`` for that, as ``{"epochs": 8, "lr": 1e-3}``; undone where it
+            ends farther away on held-out inputs. Under a tolerance each network that is tried
+            learns before it is judged.
         round_to, target: see ``fit``.
         latency: a table of times for a budget or tolerance in latency, or a function that makes one
             of the gated model; one is measured where none is given.
@@ -128,7 +130,8 @@ def shrink(
         DataError: there are too few inputs, or they do not fit the model.
         L0pruneError: as for ``gate``, ``fit`` and ``export``.
     """
-    check_whole("recover", recover, 0)
+    settings = dict(recover) if isinstance(recover, Mapping) else {"epochs": recover}
+    check_whole("recover", settings.get("epochs", 1), 0)
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
     allowed = _check(budget, tolerance, measure)
@@ -154,30 +157,25 @@ def shrink(
     curve: list[Step] = []
     on = samples, batch_size, device, seed, class_dim
     with calibration(work, inputs, *on, is_shared=True) as found:
-        division = found.division()
-        if allowed is not None:
-            curve, before = _smallest(found, division, allowed, spared, widths, judge)
-        else:
-            before = fit_and_compensate(found, budget, division, **widths)[1].after
         outputs = found.gates.outputs
         held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
-    if recover:
-        task = with_pseudo_labels(
-            inputs, model, device=device, held_out=held_out.batches, outputs=outputs
-        )
-        compensated = snapshot(work)
-        for parameter in work.parameters():
-            parameter.data = parameter.data.clone()
-        with without_dropout(work):
-            run.finetune(
-                work, task, learn=False, epochs=recover, lr=_RATE, device=device, seed=seed
+        division, task = found.division(), None
+        if settings.get("epochs", 1):
+            task = with_pseudo_labels(
+                inputs, model, device=device, held_out=held_out.batches, outputs=outputs
             )
-        after = held_out.nearness(model, work)
-        if after.error > before.error:
-            put_back(work, compensated)
-            warn(_UNDONE)
+
+        def cut(budget: LimitsLike | None, **options: Any) -> Fidelity:
+            after = fit_and_compensate(found, budget, division, **options, **widths)[1].after
+            if task is None:
+                return after
+            given = {"lr": _RATE, "device": device, "seed": seed, **settings}
+            return _recovered(found, after, task, partial(held_out.nearness, model, work), given)
+
+        if allowed is not None:
+            curve, before = _smallest(found, cut, allowed, spared, judge)
         else:
-            before = after
+            before = cut(budget)
     if budget is not None and before.is_useless and not allow_worse_than_mean:
         raise UsageError(_WORSE.format(before.uselessness))
     if allowed is not None:
@@ -289,6 +287,27 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
                 module.p = rate
 
 
+def _recovered(
+    found: Calibration,
+    compensated: Fidelity,
+    task: Task,
+    nearness: Callable[[], Fidelity],
+    settings: Mapping[str, Any],
+) -> Fidelity:
+    """Let a cut network learn, if it ends nearer than it was; return its fidelity."""
+    before = _held(found)
+    for _, tensor in named_tensors(found.root):  # of others, too, which stay as they are
+        tensor.data = tensor.data.clone()
+    with torch.enable_grad(), without_dropout(found.root):
+        run.finetune(found.root, task, **{**settings, "learn": False})
+    after = nearness()
+    if after.error <= compensated.error:
+        return after
+    _hold(found, before)
+    warn(_UNDONE)
+    return compensated
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A network that ``shrink`` tried for a tolerance.
@@ -329,10 +348,9 @@ class _Judge:
 @stage("looking for the smallest network within the tolerance")
 def _smallest(
     found: Calibration,
-    division: Division,
+    cut: Callable[..., Fidelity],
     allowed: float,
     measure: str,
-    widths: dict[str, Any],
     judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
@@ -350,14 +368,13 @@ def _smallest(
             _hold(found, whole)
             try:
                 budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
-                gain = fit_and_compensate(found, budget, division, observe=False, **widths)[1]
+                after = cut(budget, observe=False)
             except UsageError:  # no cut gets down to this share
                 low = math.log(share)
                 continue
             if bool(found.gates.open().all()):  # by an inexact table the whole network is as fast
                 high = math.log(share)
                 continue
-            after = gain.after
             if judge is not None:
                 far = judge(found.root)
             elif found.classes.are_known and after.agreement is not None:

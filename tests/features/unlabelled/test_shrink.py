@@ -277,6 +277,32 @@ def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     )
 
 
+@pytest.mark.slow
+def test_under_a_tolerance_each_network_learns_before_it_is_judged(network, monkeypatch):
+    model, data = network
+    inputs, seen = data.train.inputs[:300], []
+    learn = module.run.finetune
+
+    def noting(work, task, **settings):
+        seen.append(settings)
+        learn(work, task, **settings)
+
+    monkeypatch.setattr(module.run, "finetune", noting)
+
+    def far(other):
+        assert not any(each.training for each in other.modules())
+        return fidelity(model.eval(), other, [data.test.inputs]).error
+
+    options = {"tolerance": 0.03, "judge": far, "progress": False}
+    cut = l0prune.shrink(model, inputs, **options)
+    assert not seen
+    learned = l0prune.shrink(model, inputs, **options, recover={"epochs": 4, "lr": 2e-3})
+    assert len(seen) == 5
+    assert all(each["lr"] == 2e-3 for each in seen)
+    assert learned.macs < cut.macs
+    assert far(learned.module) <= 0.03 + 1e-6
+
+
 class Rough(nn.Module):
     """A network whose outputs some of its neurons, and few inputs, say nothing about."""
 
@@ -316,3 +342,23 @@ def test_recovery_of_a_network_with_two_inputs():
     model, given = Sum().eval(), (torch.randn(160, 6), torch.randn(160, 16))
     small = l0prune.shrink(model, given, "macs=0.7", recover=1)
     assert small.fidelity.error < 0.3
+
+
+def test_training_moves_nothing_of_the_users_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(), nn.Linear(32, 3)
+    ).eval()
+    before = copy.deepcopy(model.state_dict())
+    small = l0prune.shrink(
+        model,
+        torch.randn(200, 6),
+        tolerance=0.9,
+        measure="macs",
+        recover={"epochs": 1, "lr": 1e-2},
+        round_to=1,
+    )
+    assert small.params < small.params_before
+    assert not any(module.training for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
