@@ -344,6 +344,7 @@ def test_recovery_of_a_network_with_two_inputs():
     assert small.fidelity.error < 0.3
 
 
+@pytest.mark.filterwarnings("ignore:l0prune")  # that the training may be undone
 def test_training_moves_nothing_of_the_users_model():
     torch.manual_seed(0)
     model = nn.Sequential(
