@@ -102,7 +102,10 @@ def _check_data(spec: str) -> None:
     elif kind == "imagefolder" and rest:
         paths = (rest, rest.rpartition(":")[0])  # with the size of images, or without
         if not any(Path(each).is_dir() for each in paths if each):
-            raise DataError(f"{rest} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
+            raise DataError(
+                f"{rest} is no folder. imagefolder:DIR takes one with train and test in it, with a "
+                "folder for each class, or for what needs no labels with images alone"
+            )
     elif kind != "text" and not Path(spec.split(",")[0].partition(":")[0]).exists():
         if Path(spec.partition(":")[0]).suffix:
             _check_file(Path(spec.split(",")[0].partition(":")[0]))
