@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -110,4 +111,5 @@ def _said(row: Row, name: str) -> str:
     nearest = f"; {tried[-1][0]:.0%} of the time loses {tried[-1][1]:.1%}" if tried else ""
     none = f"none that was tried is within {name}{nearest}"
     is_none = f"none within {name}" in row
-    return none if is_none else str(row.get("refused") or row.get("crash") or none)
+    said = none if is_none else str(row.get("refused") or row.get("crash") or none)
+    return re.sub(r"/\S+/", "", said)  # of folders nothing is said

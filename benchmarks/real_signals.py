@@ -106,7 +106,9 @@ def reactions(vocabulary: Path, count: int, length: int) -> dict[str, Tensor]:
     """Reactions of some kinds between parts of molecules, in random order, as tokens."""
     made = itertools.product(KINDS, RESTS, RESTS)
     texts = [kind.format(a=a, b=b) for kind, a, b in made]
-    known = {each: row for row, each in enumerate(vocabulary.read_text().splitlines())}
+    known = {
+        each: row for row, each in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())
+    }
     ids = torch.full((count, length), known["[PAD]"])
     for row, text in zip(ids, random.Random(0).sample(texts, count), strict=True):
         tokens = ["[CLS]", *TOKEN.findall(text), "[SEP]"][:length]
@@ -170,7 +172,7 @@ def rxnmapper() -> Real:
     model = Mapper(encoder).eval()
     vocabulary = folder / "vocab.txt"
     seen, held = parts_of(reactions(vocabulary, 480, 48), 320, 40)
-    known = vocabulary.read_text().splitlines()
+    known = vocabulary.read_text(encoding="utf-8").splitlines()
     is_atom = torch.tensor([each[:1].isalpha() or each[:1] == "[" for each in known])
     is_atom[[row for row, each in enumerate(known) if each in ("[PAD]", "[CLS]", "[SEP]")]] = False
     arrow = known.index(">>")

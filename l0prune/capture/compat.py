@@ -327,6 +327,32 @@ def quick_rewrites() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def exact_numbers() -> Iterator[None]:
+    """Keep onnxscript's rewriter from taking numbers near 0 and 1 for these in the context.
+
+    It would leave out ``x + 1e-9`` and ``x * 0.999999``, by which zeros are no divisors and angles
+    have a cosine. Other numbers of its patterns, such as a root, are compared as it does.
+    """
+    try:
+        matcher: Any = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
+        near = matcher._match_constant
+    except (AttributeError, ImportError):  # another onnxscript
+        yield
+        return
+
+    def match(self: Any, pattern: Any, value: Any) -> bool:
+        if not near(self, pattern, value):
+            return False
+        wanted, found = pattern.value, value.const_value.numpy()
+        if wanted not in (0, 1) or found.item() == wanted:
+            return True
+        return bool(self.fail(f"{value.name} is {found}, not {wanted}."))
+
+    with replaced(matcher, "_match_constant", match):
+        yield
+
+
 @cache
 def _once(function: Callable[..., Any], has_torchvision: bool) -> Callable[..., Any]:
     return cache(function)

@@ -322,6 +322,32 @@ def test_a_file_is_rewritten_as_before_with_fewer_looks(monkeypatch):
     assert some < every / 2
 
 
+def test_numbers_near_0_and_1_stay_in_files():
+    import onnx
+    import onnx_ir
+    from onnxscript.optimizer import optimize_ir
+
+    numbers = {"least": 1e-9, "near": 1 - 1e-6, "zero": 0.0, "one": 1.0}
+    arrays = [
+        onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [], [value])
+        for name, value in numbers.items()
+    ]
+    nodes = [
+        onnx.helper.make_node("Add", ["x", "least"], ["a"]),
+        onnx.helper.make_node("Mul", ["a", "near"], ["b"]),
+        onnx.helper.make_node("Add", ["b", "zero"], ["c"]),
+        onnx.helper.make_node("Mul", ["c", "one"], ["y"]),
+    ]
+    given, result = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4]) for name in "xy"
+    )
+    graph = onnx.helper.make_graph(nodes, "numbers", [given], [result], arrays)
+    model = onnx_ir.from_proto(onnx.helper.make_model(graph))
+    with compat.exact_numbers():
+        optimize_ir(model)
+    assert [node.op_type for node in model.graph if node.op_type != "Identity"] == ["Add", "Mul"]
+
+
 def test_an_attribute_that_torch_lacks_is_not_replaced():
     with compat.replaced(nn.Linear, "no_such_method", None):
         assert not hasattr(nn.Linear, "no_such_method")

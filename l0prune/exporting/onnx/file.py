@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 
-from l0prune.capture.compat import one_onnx_registry, pytree, quick_promotion, quick_rewrites
+from l0prune.capture.compat import (
+    exact_numbers,
+    one_onnx_registry,
+    pytree,
+    quick_promotion,
+    quick_rewrites,
+)
 from l0prune.capture.outputs import leaf_names
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import inputs_of
@@ -284,7 +290,7 @@ def _exported(
     if opset is not None and opset < FIRST_OF_PRESENT:
         older: onnx_ir.Model = provided("of_older_opset")(program, opset, sizes)
         return older
-    with one_onnx_registry(), quick_promotion(), quick_rewrites():
+    with one_onnx_registry(), quick_promotion(), quick_rewrites(), exact_numbers():
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
         )
