@@ -192,7 +192,8 @@ class _Input:
     @property
     def weight(self) -> Tensor:
         """W, shape (groups, features, outputs), float64 on the CPU."""
-        return self.matrix.double().cpu().unflatten(1, (-1, self.places)).flatten(2)
+        split: Tensor = self.matrix.double().cpu().unflatten(1, (-1, self.places))
+        return split.flatten(2)
 
     def without(self, gone: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the arguments of ``Read.run_with`` where features are removed (bool)."""
@@ -266,7 +267,9 @@ class _Inputs:
             squares = (inverse @ of_held * inverse).sum(2)
             return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
 
-        return min(map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER), key=unexplained)
+        tried = map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER)
+        best: Tensor = min(tried, key=unexplained)
+        return best
 
     def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:
         matrix = read.product.matrix(read.weight)
@@ -274,6 +277,10 @@ class _Inputs:
         weight = found.weight
         scale = float((self._covariance @ weight * weight).sum().clamp(min=1e-30))
         return replace(found, scale=scale)
+
+
+def _itself(found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return found
 
 
 class Division:
@@ -410,8 +417,8 @@ class Division:
                 order = torch.tensor(curve.order)
                 with counting(len(levels)) as counter:
                     counter.at(len(curve.outputs), len(levels))
-                    gone = {view: torch.isin(of, order) for view, of in slots.items()}
-                    curve.outputs[len(curve.order)] = self._error(gone, readers)
+                    removed = {view: torch.isin(of, order) for view, of in slots.items()}
+                    curve.outputs[len(curve.order)] = self._error(removed, readers)
         return curve
 
     def _slots(self, number: int, view: View, places: int) -> Tensor:
@@ -440,7 +447,7 @@ class Division:
             view: partial(readers[view].without, of) for view, of in gone.items()
         }
         if len(changed) == 1:  # else they would be large, all together
-            changed = {view: partial(tuple, change()) for view, change in changed.items()}
+            changed = {view: partial(_itself, change()) for view, change in changed.items()}
         return sum(probe.error(changed) for probe in steps(self.probes)) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
