@@ -192,7 +192,9 @@ class _Input:
         matter = weight.square().sum(2)
 
         def inverse(strength: float) -> Tensor:
-            return torch.linalg.inv(covariance + damping(covariance, strength).diag_embed())
+            damped = covariance + damping(covariance, strength).diag_embed()
+            found: Tensor = torch.linalg.inv(damped)
+            return found
 
         def unexplained(inverse: Tensor) -> float:
             squares = (inverse @ of_held * inverse).sum(2)
