@@ -261,7 +261,8 @@ class _Inputs:
 
         def inverse(strength: float) -> Tensor:
             damp = damping(self._covariance, strength).diag_embed()
-            return torch.linalg.inv(self._covariance + damp)
+            found: Tensor = torch.linalg.inv(self._covariance + damp)
+            return found
 
         def unexplained(inverse: Tensor) -> float:
             squares = (inverse @ of_held * inverse).sum(2)
