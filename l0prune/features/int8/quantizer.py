@@ -35,6 +35,10 @@ PERCENTILES = {f"percentile {share:g}": share for share in (99.999, 99.99, 99.9)
 METHODS = (MINMAX, *PERCENTILES, ENTROPY)
 _BINS = 2048
 _LARGEST = np.finfo(np.float32).max / 4  # beyond it, no range around 0 is finite in float32
+_MOVING = frozenset(
+    ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice")
+)
+_UNLIKE = 8  # the least would have five of eight bits
 _TOGETHER = 8  # bins merged for the search by entropy
 
 
@@ -61,14 +65,15 @@ class Quantizer:
         model: the file, as ONNX Runtime's preprocessing leaves it.
         nodes: names of the nodes that can be quantized, by operator.
         ranges: of all values, by method of calibration, as ONNX Runtime's quantizer takes them.
-        infinite: names of the nodes with values that no range holds: they stay in float32. Masks of
-            attentions are -inf where nothing may be read, or float32's least number.
+        unfit: names of the nodes that stay in float32: those with values that no range holds, as
+            masks of attentions, which are -inf where nothing may be read, or float32's least
+            number; and those of outputs that one scale would be too coarse for (``unlike_joined``).
     """
 
     model: ModelProto
     nodes: dict[str, list[str]]
     ranges: Mapping[str, Any] = field(repr=False)
-    infinite: Sequence[str] = ()
+    unfit: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -102,15 +107,14 @@ class Quantizer:
             name_nodes(model)
             onnx.save(model, str(ready))
             ranges, values = _ranges(ready, feeds, folder, methods)
-        infinite = [
-            n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))
-        ]
+        unfit = [n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))]
+        unfit += unlike_joined(model, ranges[MINMAX])
         nodes: dict[str, list[str]] = {}
         for node in model.graph.node:
             is_known = node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry
-            if is_known and node.name not in infinite:
+            if is_known and node.name not in unfit:
                 nodes.setdefault(node.op_type, []).append(node.name)
-        return cls(model, nodes, ranges, infinite)
+        return cls(model, nodes, ranges, unfit)
 
     def layer_of(self, name: str) -> str:
         """Return the path of a node's module; the node's name where that is unknown."""
@@ -140,12 +144,43 @@ class Quantizer:
                 activation_qType=QuantType.QUInt8 if is_x86() else QuantType.QInt8,
                 tensors_range=self.ranges[method],
                 nodes_to_quantize=[],
-                nodes_to_exclude=[*kept, *self.infinite],
+                nodes_to_exclude=[*kept, *self.unfit],
                 op_types_to_quantize=list(self.nodes),
                 extra_options={},
             )
             quantizer.quantize_model()
             return _in_order(quantizer.model.model)
+
+
+def unlike_joined(model: ModelProto, ranges: Any) -> list[str]:
+    """Return the nodes that join values of unlike sizes into an output, and that move it there.
+
+    A detector joins the corners of boxes and the scores of classes: in one scale the scores, of 1
+    at most beside hundreds, would all be 0.
+
+    Args:
+        model: the file.
+        ranges: of its values, by name.
+    """
+    readers: dict[str, list[str]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node.name)
+    outputs, last = {each.name for each in model.graph.output}, set[str]()
+    for node in reversed(model.graph.node):
+        if node.op_type in {*_MOVING, "Concat"} and all(
+            name in outputs or last.issuperset(readers.get(name, ())) for name in node.output
+        ):
+            last.add(node.name)
+    found, unlike = [], set[str]()
+    for node in model.graph.node:
+        known = (ranges[name].range_value for name in node.input if name in ranges)
+        sizes = [size for pair in known if (size := float(np.abs(pair).max()))]
+        is_unlike = bool(sizes) and max(sizes) > _UNLIKE * min(sizes) and node.op_type == "Concat"
+        if node.name in last and (is_unlike or not unlike.isdisjoint(node.input)):
+            found.append(node.name)
+            unlike.update(node.output)
+    return found
 
 
 def _in_order(model: ModelProto) -> ModelProto:

@@ -35,7 +35,13 @@ from l0prune.features.int8.quantizer import (
 )
 from l0prune.features.int8.search import Comparison, Search
 
-RANDOM = np.random.default_rng(0)
+RANDOM = np.random.RandomState()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Let each test draw the same numbers, whichever ran before."""
+    RANDOM.seed(1)
 
 
 def numbers(*shape, scale=1.0):
@@ -119,9 +125,27 @@ def test_infinite_values_stay_in_float32(nothing, tmp_path):
     x = numbers(40, 8)
     model = file(nodes, weights, (8,))
     quantizer = quantizer_of(model, [{"x": x[:20]}, {"x": x[20:]}], tmp_path)
-    assert set(quantizer.infinite) == {"masked", "shares"}
+    assert set(quantizer.unfit) == {"masked", "shares"}
     assert {*quantizer.ranges} == {*METHODS}
     assert relative_error([(*run(model, x), *run(quantizer.quantized(MINMAX), x))]) < 0.05
+
+
+@pytest.mark.parametrize(("times", "apart"), [(300.0, {"joined", "moved"}), (0.5, set())])
+def test_outputs_that_join_boxes_and_scores_stay_in_float32(times, apart, tmp_path):
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["boxes"], name="boxes"),
+        helper.make_node("MatMul", ["x", "v"], ["logits"], name="logits"),
+        helper.make_node("Sigmoid", ["logits"], ["scores"], name="scores"),
+        helper.make_node("Concat", ["boxes", "scores"], ["all"], name="joined", axis=1),
+        helper.make_node("Transpose", ["all"], ["y"], name="moved", perm=[1, 0]),
+    ]
+    w = numbers(8, 4)
+    model = file(nodes, {"w": w * np.float32(times), "v": numbers(8, 3)}, (8,))
+    x = numbers(40, 8)
+    quantizer = quantizer_of(model, [{"x": x}], tmp_path)
+    assert set(quantizer.unfit) == apart
+    (exact,), (found,) = run(model, x), run(quantizer.quantized(MINMAX), x)
+    assert relative_error([(exact[4:], found[4:])]) < 0.05
 
 
 def test_means_over_all_places_are_pooled_and_stay_the_same():
