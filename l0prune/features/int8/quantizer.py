@@ -68,12 +68,14 @@ class Quantizer:
         unfit: names of the nodes that stay in float32: those with values that no range holds, as
             masks of attentions, which are -inf where nothing may be read, or float32's least
             number; and those of outputs that one scale would be too coarse for (``unlike_joined``).
+        is_joined: whether there are some of the latter.
     """
 
     model: ModelProto
     nodes: dict[str, list[str]]
     ranges: Mapping[str, Any] = field(repr=False)
     unfit: Sequence[str] = ()
+    is_joined: bool = False
 
     @classmethod
     def of(
@@ -108,13 +110,13 @@ class Quantizer:
             onnx.save(model, str(ready))
             ranges, values = _ranges(ready, feeds, folder, methods)
         unfit = [n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))]
-        unfit += unlike_joined(model, ranges[MINMAX])
+        unfit += (joined := unlike_joined(model, ranges[MINMAX]))
         nodes: dict[str, list[str]] = {}
         for node in model.graph.node:
             is_known = node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry
             if is_known and node.name not in unfit:
                 nodes.setdefault(node.op_type, []).append(node.name)
-        return cls(model, nodes, ranges, unfit)
+        return cls(model, nodes, ranges, unfit, bool(joined))
 
     def layer_of(self, name: str) -> str:
         """Return the path of a node's module; the node's name where that is unknown."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from onnx import ModelProto
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.differences import Differences, Outputs, differences
+from l0prune.exporting.onnx.differences import Differences, Outputs, Pairs, differences
 from l0prune.features.int8.compensation import compensated
 from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
@@ -23,6 +24,10 @@ _NAMED = 3
 class Comparison:
     """Comparison of files with the outputs of one in float32.
 
+    Attributes:
+        is_joined: whether outputs hold values of unlike sizes, such as boxes and scores, so that
+            each slice of them counts relative to its own size, too.
+
     Args:
         network: the file in float32.
         feeds: inputs of all files.
@@ -32,7 +37,7 @@ class Comparison:
     """
 
     def __init__(self, network: collect.Network, feeds: Sequence[Feed]) -> None:
-        self._feeds = feeds
+        self._feeds, self.is_joined = feeds, False
         self._names = [each.name for each in network.session.get_outputs()]
         self._expected = self.outputs(network)
 
@@ -45,13 +50,40 @@ class Comparison:
 
     def with_outputs(self, found: Sequence[Outputs]) -> Differences:
         """Return the error of each output, and the agreement."""
-        return differences(self._names, self._expected, found)
+        errors, agreement = differences(self._names, self._expected, found)
+        if self.is_joined:
+            for number, (name, error) in enumerate(errors.items()):
+                pairs = [
+                    (a[number], b[number]) for a, b in zip(self._expected, found, strict=False)
+                ]
+                errors[name] = None if error is None else max(error, error_of_slices(pairs))
+        return errors, agreement
 
     def worst(self, network: collect.Network, calls: int | None = None) -> float:
         """Return the largest error of a file; for whole numbers, the share that differs."""
         errors, agreement = self.with_outputs(self.outputs(network, calls))
         known = [1 - agreement[n] if error is None else error for n, error in errors.items()]
         return max(known, default=0.0)
+
+
+def error_of_slices(pairs: Pairs) -> float:
+    """Return the largest error over the dims: the root mean of those of all slices along a dim.
+
+    The error of a slice is its squared differences over its squares, at most 1. Examples, along
+    the first dim, are no slices, and a dim of several sizes has none.
+    """
+    worst = 0.0
+    for dim in range(1, pairs[0][0].ndim):
+        if len({a.shape[dim] for a, _ in pairs}) > 1:
+            continue
+        others = tuple(each for each in range(pairs[0][0].ndim) if each != dim)
+        wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs]
+        size = sum((a**2).sum(others) for a, _ in wide)
+        gap = np.minimum(sum(((a - b) ** 2).sum(others) for a, b in wide), size)
+        worst = max(
+            worst, float(np.sqrt((gap[size > 0] / size[size > 0]).mean())) if size.any() else 0
+        )
+    return worst
 
 
 class Search:
@@ -70,6 +102,7 @@ class Search:
 
     def __init__(self, quantizer: Quantizer, comparison: Comparison, path: Path) -> None:
         self._quantizer, self._comparison, self._path = quantizer, comparison, path
+        comparison.is_joined = quantizer.is_joined
         self._nodes: list[str] = []
         self.method = METHODS[0]
         self.kept: list[str] = []

@@ -33,7 +33,7 @@ from l0prune.features.int8.quantizer import (
     name_nodes,
     pool_means,
 )
-from l0prune.features.int8.search import Comparison, Search
+from l0prune.features.int8.search import Comparison, Search, error_of_slices
 
 RANDOM = np.random.RandomState()
 
@@ -146,6 +146,16 @@ def test_outputs_that_join_boxes_and_scores_stay_in_float32(times, apart, tmp_pa
     assert set(quantizer.unfit) == apart
     (exact,), (found,) = run(model, x), run(quantizer.quantized(MINMAX), x)
     assert relative_error([(exact[4:], found[4:])]) < 0.05
+
+
+def test_errors_of_slices_are_relative_to_their_own_sizes():
+    exact = np.float32([[[100, 100], [1, 0], [0, 0]]])  # boxes, scores, and a class that is nowhere
+    assert error_of_slices([(exact, exact)]) == 0
+    found = exact * np.float32([[[1], [0.5], [1]]])
+    assert relative_error([(exact, found)]) < 0.005
+    assert error_of_slices([(exact, found)]) == pytest.approx(np.sqrt(0.25 / 2))
+    found[0, 1, 0] = 9  # no slice is worse than if it were 0
+    assert error_of_slices([(exact, found)]) == pytest.approx(np.sqrt(1 / 2))
 
 
 def test_means_over_all_places_are_pooled_and_stay_the_same():
