@@ -39,6 +39,7 @@ _MOVING = frozenset(
     ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice")
 )
 _UNLIKE = 8  # the least would have five of eight bits
+_MANY = 500  # values for which no range is searched by entropy: one takes about a tenth of a second
 _TOGETHER = 8  # bins merged for the search by entropy
 
 
@@ -300,7 +301,7 @@ def _ranges(
     for name in PERCENTILES.keys() & methods:
         collector.percentile = PERCENTILES[name]
         found[name] = calibrator.compute_data()
-    if ENTROPY in methods:
+    if ENTROPY in methods and len(seen) <= _MANY:
         seen |= {name: _coarser(histogram) for name, histogram in seen.items()}
         collector.method, collector.num_quantized_bins = ENTROPY, 128
         found[ENTROPY] = calibrator.compute_data()

@@ -136,7 +136,7 @@ class Search:
         return self._comparison.worst(collect.Network(self._path, 0, collect.CPU), calls)
 
     def _choose_method(self) -> float:
-        errors = {method: self._error(self._nodes, method) for method in METHODS}
+        errors = {method: self._error(self._nodes, method) for method in self._quantizer.ranges}
         self.method = min(errors, key=errors.__getitem__)
         return errors[self.method]
 

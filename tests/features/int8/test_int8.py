@@ -369,3 +369,13 @@ def test_nodes_of_a_file_in_eight_bits_come_after_what_they_read(tmp_path):
     made = quantizer_of(file(nodes, weights, (8,)), [{"x": x}], tmp_path).quantized()
     assert "QuantizeLinear" in {node.op_type for node in made.graph.node}
     onnx.checker.check_model(made)
+
+
+def test_of_many_values_no_ranges_are_searched_by_entropy(tmp_path, monkeypatch):
+    monkeypatch.setattr("l0prune.features.int8.quantizer._MANY", 2)
+    quantizer = quantizer_of(linear(numbers(5, 6), numbers(5)), [{"x": numbers(8, 6)}], tmp_path)
+    assert {*quantizer.ranges} == {*METHODS}
+    monkeypatch.setattr("l0prune.features.int8.quantizer._MANY", 1)
+    search, _, error = searched(linear(numbers(5, 6), numbers(5)), tmp_path)
+    assert error < 0.05
+    assert search.method in {*METHODS} - {"entropy"}
