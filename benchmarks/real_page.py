@@ -20,7 +20,9 @@ under the smallest of three budgets in time that stays within. *int8* are the sa
   inputs decided which network is within, so that the measure is a little optimistic.
 - **ms**: one call of one example in ONNX Runtime, one thread, in turns with the file before (the package's own, else what torch's exporter writes).
 - **CPU s**: of all of the way, the table of times, all networks that were tried and their judgement included.
-- Inputs are few and made by rule (rendered text, tones, espeak-ng's speech, reactions, crystals, parts of three photographs), so that all can be repeated on two cores.
+- Inputs are few and made by rule (rendered text, tones, espeak-ng's speech, reactions, crystals, parts of three photographs), so that all can be repeated on two cores. Where they
+  are far easier than those of use, as steady tones are for a network of singing voices (fcpe), much of a network can go that other inputs need.
+- Rows of a network whose way is not listed were not run.
 """  # noqa: E501
 _COLUMNS = ("network", "way", "measure", "ms", "×", "int8: measure", "×", "MACs", "params")
 
