@@ -111,7 +111,6 @@ def shrink(
         l0prune shrink model.pt --budget macs=0.5
         l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
         l0prune shrink transformers:DIR --data a.txt --budget params=0.8
-        l0prune shrink transformers:DIR --data a.txt --budget params=0.8 --dry-run
     """
     budget = with_speed(budget, faster)
     if bool(budget) == (tolerance is not None):
