@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import ModelProto, helper, numpy_helper
 
+from l0prune.capture.compat import replaced
 from l0prune.capture.threads import muted
 from l0prune.errors import L0pruneError, first_line, warn
 from l0prune.exporting.onnx.collect import processor_flags
@@ -103,7 +105,8 @@ class Quantizer:
         onnx.save(model, str(plain))
         with muted(), _explained("prepare"):
             try:
-                quant_pre_process(str(plain), str(ready))
+                with _no_stray_files():
+                    quant_pre_process(str(plain), str(ready))
             except Exception:  # its inference of symbolic shapes does not know every operator
                 quant_pre_process(str(plain), str(ready), skip_symbolic_shape=True)
             model = onnx.load(str(ready))
@@ -214,6 +217,16 @@ def int8_for_times() -> Callable[[ModelProto, Feed], ModelProto]:
             "those on one that has. Measure on a machine like the one that will serve"
         )
     return in_int8
+
+
+@contextmanager
+def _no_stray_files() -> Iterator[None]:
+    """Keep the inference of symbolic shapes from saving the file that it fails at where we are."""
+    from onnxruntime.tools import symbolic_shape_infer
+
+    silent = SimpleNamespace(**{**vars(onnx), "save_model": lambda *args, **kwargs: None})
+    with replaced(symbolic_shape_infer, "onnx", silent):
+        yield
 
 
 @contextmanager

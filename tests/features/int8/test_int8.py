@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.tools import symbolic_shape_infer
 
 from l0prune.capture.sizes import ANY
 from l0prune.errors import L0pruneWarning, UsageError
@@ -156,6 +157,20 @@ def test_errors_of_slices_are_relative_to_their_own_sizes():
     assert error_of_slices([(exact, found)]) == pytest.approx(np.sqrt(0.25 / 2))
     found[0, 1, 0] = 9  # no slice is worse than if it were 0
     assert error_of_slices([(exact, found)]) == pytest.approx(np.sqrt(1 / 2))
+
+
+def test_calibration_leaves_no_files_where_it_is_called(tmp_path, monkeypatch):
+    """As if ONNX Runtime's inference of symbolic shapes did not come to an end."""
+
+    def stop(self, *args):
+        self.run_ = False
+        return False
+
+    monkeypatch.setattr(symbolic_shape_infer.SymbolicShapeInference, "_infer_impl", stop)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    quantizer_of(linear(numbers(5, 8), numbers(5)), [{"x": numbers(4, 8)}], tmp_path)
+    assert not [*(tmp_path / "here").iterdir()]
 
 
 def test_means_over_all_places_are_pooled_and_stay_the_same():
