@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-LARGE, FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
+_LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
 
 
 class Moments:
@@ -101,6 +101,11 @@ def left_of(about: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
     return c_yy + ((c_xx @ weight) * weight).sum(1) - 2 * (weight * c_xy).sum(1)
 
 
+def strengths(features: int) -> tuple[float, ...]:
+    """Return the strengths λ of damping that are tried for so many features."""
+    return DAMPING if features < _LARGE else _FEWER
+
+
 def damping(c_xx: Tensor, strength: float) -> Tensor:
     """Return the diagonal of λ·D; λ for inputs that are always zero, against singularity."""
     diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
@@ -145,7 +150,7 @@ def solve(
         return left_of(about, weight)
 
     tried: list[tuple[float | None, Tensor]] = [(None, error(prior))]
-    for strength in DAMPING if prior.shape[1] < LARGE else FEWER:
+    for strength in strengths(prior.shape[1]):
         weight = _ridge(*seen.about(mean=has_bias)[:2], prior, strength)
         if weight is not None:
             tried.append((strength, error(weight)))

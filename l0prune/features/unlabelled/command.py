@@ -119,26 +119,21 @@ def shrink(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
-    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by, **settings}
+    asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
     asked |= {"exclude": exclude} if exclude else {}
     asked |= {"outputs": outputs} if outputs else {}
-    target = asked.get("target", TARGET)
-    shapes = free_dims(dynamic, module)
+    target = settings.get("target", TARGET)
+    asked["dynamic_shapes"] = shapes = free_dims(dynamic, module)
     if shapes is None and isinstance(source, Mapping):
         say_of_lengths(module, ((), source))
     timed_by = budget or [f"{measure or 'latency'}=1"]
     common: dict[str, Any] = {"tolerance": tolerance, "measure": measure, "samples": samples}
     common |= {"batch_size": batch_size, "seed": seed, "class_dim": class_dim}
     if dry_run:
-        from l0prune.features.unlabelled.shrink import foresee
+        from l0prune.features.unlabelled.forecast import foresee
 
         with shown(console=err):
-            asked = {
-                name: value for name, value in asked.items() if name not in ("round_to", "target")
-            }
-            found = foresee(
-                module, source, budget or None, **common, dynamic_shapes=shapes, **asked
-            )
+            found = foresee(module, source, budget or None, **common, **asked)
         emit(found.to_dict(), json, str(found))
         return
     with shown(console=err):
@@ -150,7 +145,7 @@ def shrink(
             recover=recover,
             latency=lambda gated: latency_table(None, Path(spec), timed_by, gated, target),
             allow_worse_than_mean=allow_worse_than_mean,
-            dynamic_shapes=shapes,
+            **settings,
             **asked,
         )
         files = tuple(each for each in (pretrained, vllm) if each)

@@ -241,6 +241,7 @@ def calibration(
     place = choose_device(device, root)
     with on_device(root, place), evaluating(root), _without_caches(root):
         given = inputs_for(root, inputs)
+        batch_size = getattr(root, "fixed_batch", 0) or batch_size  # of an ONNX file's graph
         pairs = list(inputs_of(given, samples, batch_size, place, seed))
         if len(pairs) < _FEWEST:
             raise DataError(

@@ -47,7 +47,7 @@ from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import counting, steps
 from l0prune.selection.fitting import Fitting
-from l0prune.selection.least_squares import DAMPING, FEWER, LARGE, Moments, damping
+from l0prune.selection.least_squares import Moments, damping, strengths
 from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
@@ -268,8 +268,7 @@ class _Inputs:
             squares = (inverse @ of_held * inverse).sum(2)
             return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
 
-        tried = map(inverse, DAMPING if weight.shape[1] < LARGE else FEWER)
-        best: Tensor = min(tried, key=unexplained)
+        best: Tensor = min(map(inverse, strengths(weight.shape[1])), key=unexplained)
         return best
 
     def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:

@@ -11,14 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from l0prune.features.unlabelled.compensate import Calibration
+from l0prune.features.unlabelled.compensate import (
+    BATCH_SIZE,
+    JUDGED,
+    SAMPLES,
+    Calibration,
+    calibration,
+)
+from l0prune.features.unlabelled.division import PROBES
+from l0prune.features.unlabelled.shrink import TRIED, check_asked, gated_copy, is_empty
+from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import Gates
 from l0prune.plan.activations import steps
 from l0prune.plan.cost import Amounts, cost_of
 from l0prune.plan.layout import axes_of
+from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.numbers import in_thousands
 from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
+from l0prune.running.inputs import inputs_of
 from l0prune.running.task import batch_length
 
 _DOUBLE = 8  # bytes of a float64
@@ -172,6 +183,49 @@ def _seconds(work: Any) -> float:
     start = time.perf_counter()
     work()
     return max(time.perf_counter() - start, 1e-9)
+
+
+def foresee(
+    model: nn.Module,
+    inputs: Any,
+    budget: LimitsLike | None = None,
+    *,
+    tolerance: float | str | None = None,
+    measure: str | None = None,
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    class_dim: int | None = None,
+    **gating: Any,
+) -> Forecast:
+    """Return the memory and time that ``shrink`` would take; see there for the arguments.
+
+    The model is gated, and some operators are timed. On the meta device nothing is.
+    """
+    check_asked(budget, tolerance, measure)
+    start = time.perf_counter()
+    work, inputs = gated_copy(model, inputs, seed, gating)
+    gating_took = time.perf_counter() - start
+    asked = () if budget is None else limits(budget)
+    own = [each for each in asked if each.measure == "params" and each.glob == "*"]
+    share = min(
+        (each.share(cost_of(gates_of(work).plan).dense("params")) for each in own), default=1.0
+    )
+    tries = 1 if tolerance is None else TRIED
+    if is_empty(model):
+        batches = inputs_of(inputs, samples, batch_size, torch.device("cpu"), seed)
+        lengths = [batch_length(*batch) for batch in batches]
+        judged = sum(lengths[::JUDGED])
+        counts = sum(lengths) - judged, judged, min(sum(lengths) - judged, PROBES)
+        return forecast(work, gates_of(work), counts, share, None)
+    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
+        used, judged, probes = (
+            sum(batch_length(each, None) for each in batches)
+            for batches in (found.used, found.judged, found.divided()[1])
+        )
+        speed = Speed.of(found, gating_took, tries)
+        return forecast(work, found.gates, (used, judged, probes), share, speed)
 
 
 def forecast(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,19 +20,15 @@ from l0prune.exporting.export import export
 from l0prune.exporting.result import Export
 from l0prune.features.unlabelled.compensate import (
     BATCH_SIZE,
-    JUDGED,
     SAMPLES,
     Calibration,
     calibration,
 )
-from l0prune.features.unlabelled.division import PROBES
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
 from l0prune.features.unlabelled.fitting import fit_and_compensate
-from l0prune.features.unlabelled.forecast import Forecast, Speed, forecast
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
-from l0prune.plan.cost import cost_of
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
@@ -43,7 +38,7 @@ from l0prune.progress.stages import counting, stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
-from l0prune.running.task import Task, batch_length
+from l0prune.running.task import Task
 from l0prune.selection.fit import check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
@@ -61,7 +56,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
              nn.FeatureAlphaDropout)  # fmt: skip
 MEASURES = "macs", Latency.name  # what a tolerance can spare
 _LARGE = 5e8  # parameters above which times are measured only if asked for: that takes long
-_TRIED = 5  # sizes that are tried for a tolerance
+TRIED = 5  # sizes that are tried for a tolerance
 _SMALLEST, _CLOSE = 0.05, 0.1  # smallest share that is tried, and logarithm of near ones
 
 
@@ -134,9 +129,8 @@ def shrink(
     check_whole("recover", settings.get("epochs", 1), 0)
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
-    allowed = _check(budget, tolerance, measure)
-    users, work, inputs = model, *_gated(model, inputs, seed, gating)
-    batch_size = getattr(model, "fixed_batch", 0) or batch_size  # of an ONNX file's graph
+    allowed = check_asked(budget, tolerance, measure)
+    users, work, inputs = model, *gated_copy(model, inputs, seed, gating)
     model = copied_around(model)  # a forward may write into its module
     widths: Any = {"round_to": round_to, "target": check_target(target)}
 
@@ -196,54 +190,7 @@ def _spared(table_for: Callable[[str], Source | None]) -> tuple[str, Source | No
         return "macs", None
 
 
-def foresee(
-    model: nn.Module,
-    inputs: Any,
-    budget: LimitsLike | None = None,
-    *,
-    tolerance: float | str | None = None,
-    measure: str | None = None,
-    samples: int = SAMPLES,
-    batch_size: int = BATCH_SIZE,
-    device: str | torch.device = "auto",
-    seed: int = 0,
-    class_dim: int | None = None,
-    **gating: Any,
-) -> Forecast:
-    """Return the memory and time that ``shrink`` would take; see there for the arguments.
-
-    The model is gated, and some operators are timed. On the meta device nothing is.
-    """
-    _check(budget, tolerance, measure)
-    start = time.perf_counter()
-    work, inputs = _gated(model, inputs, seed, gating)
-    gating_took = time.perf_counter() - start
-    asked = () if budget is None else limits(budget)
-    own = [each for each in asked if each.measure == "params" and each.glob == "*"]
-    share = min(
-        (each.share(cost_of(gates_of(work).plan).dense("params")) for each in own), default=1.0
-    )
-    tries = 1 if tolerance is None else _TRIED
-    if _is_empty(model):
-        batches = inputs_of(inputs, samples, batch_size, torch.device("cpu"), seed)
-        lengths = [batch_length(*batch) for batch in batches]
-        judged = sum(lengths[::JUDGED])
-        counts = sum(lengths) - judged, judged, min(sum(lengths) - judged, PROBES)
-        return forecast(work, gates_of(work), counts, share, None)
-    with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
-        used, judged, probes = (
-            sum(batch_length(each, None) for each in batches)
-            for batches in (found.used, found.judged, found.divided()[1])
-        )
-        speed = Speed.of(found, gating_took, tries)
-        return forecast(work, found.gates, (used, judged, probes), share, speed)
-
-
-def _is_empty(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _check(
+def check_asked(
     budget: LimitsLike | None, tolerance: float | str | None, measure: str | None
 ) -> float | None:
     """Return a tolerance as a number."""
@@ -254,13 +201,18 @@ def _check(
     return None if tolerance is None else tolerance_of(tolerance)
 
 
-def _gated(
+def is_empty(model: nn.Module) -> bool:
+    """Return whether a model is on the meta device, without values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def gated_copy(
     model: nn.Module, inputs: Any, seed: int, gating: dict[str, Any]
 ) -> tuple[nn.Module, Any]:
     """Return a gated copy, which shares the weights, and the inputs."""
     work, inputs = copied_around(model), inputs_for(model, inputs)
     first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
-    place = "meta" if _is_empty(model) else "cpu"
+    place = "meta" if is_empty(model) else "cpu"
     two = map_tensors(first, lambda tensor: tensor[:2].to(place) if tensor.dim() else tensor)
     gate(work, *as_arguments(two), **{"branches": False, **gating})
     return work, inputs
@@ -362,8 +314,8 @@ def _smallest(
     best: tuple[dict[str, Tensor], Fidelity] | None = None
     tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
-    with counting(_TRIED) as counter:
-        while len(tried) < _TRIED and high - low > _CLOSE:
+    with counting(TRIED) as counter:
+        while len(tried) < TRIED and high - low > _CLOSE:
             share = math.exp((low + high) / 2)
             _hold(found, whole)
             try:

@@ -19,6 +19,7 @@ import l0prune
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
 from l0prune.features.onnx_in import source as onnx_source
+from l0prune.features.unlabelled.forecast import foresee
 from l0prune.files.model_sources import load_model
 
 
@@ -338,6 +339,7 @@ def test_shrink_takes_the_batch_that_the_graph_needs(tmp_path):
     weights = {"s": np.array([2, -1]), "u": draws(2, 16), "w": draws(16, 3)}
     model = load_model(written(tmp_path / "net.onnx", nodes, weights, sizes=(1, 4)))
     assert model.fixed_batch == 1
+    assert foresee(model, torch.randn(96, 4), "params=0.7").examples == 96
     small = l0prune.shrink(model, torch.randn(96, 4), "params=0.7", round_to=1, progress=False)
     assert small.params <= 0.7 * small.params_before
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.features.unlabelled.shrink import foresee
+from l0prune.features.unlabelled.forecast import foresee
 from tests.held import Held
 
 
