@@ -294,6 +294,15 @@ def _has_partner(first: Any, second: Any, node: Any) -> bool:
     return any(user is not node and kind in (None, user.op_identifier()) for user in users)
 
 
+def _pattern_matcher(*names: str) -> Any:
+    """Return onnxscript's class that matches patterns; None if it lacks one of these names."""
+    try:
+        found = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
+    except (AttributeError, ImportError):  # another onnxscript
+        return None
+    return found if all(hasattr(found, name) for name in names) else None
+
+
 @contextmanager
 def quick_rewrites() -> Iterator[None]:
     """Spare onnxscript's rewriter the search for patterns of several outputs that cannot match.
@@ -302,13 +311,11 @@ def quick_rewrites() -> Iterator[None]:
     those of a kind, before it looks whether the node fits the pattern's first output, and whether
     another one reads what that reads: the square of the number of nodes.
     """
-    try:
-        onnx_ir = importlib.import_module("onnx_ir")
-        matcher: Any = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
-        whole, _ = matcher.match, (matcher._init_match, matcher._match_node)
-    except (AttributeError, ImportError):  # another onnxscript
+    matcher = _pattern_matcher("match", "_init_match", "_match_node")
+    if matcher is None:
         yield
         return
+    onnx_ir, whole = importlib.import_module("onnx_ir"), matcher.match
 
     def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         if not self.pattern.has_single_output_node:
@@ -334,12 +341,11 @@ def exact_numbers() -> Iterator[None]:
     It would leave out ``x + 1e-9`` and ``x * 0.999999``, by which zeros are no divisors and angles
     have a cosine. Other numbers of its patterns, such as a root, are compared as it does.
     """
-    try:
-        matcher: Any = importlib.import_module("onnxscript.rewriter._matcher").SimplePatternMatcher
-        near = matcher._match_constant
-    except (AttributeError, ImportError):  # another onnxscript
+    matcher = _pattern_matcher("_match_constant")
+    if matcher is None:
         yield
         return
+    near = matcher._match_constant
 
     def match(self: Any, pattern: Any, value: Any) -> bool:
         if not near(self, pattern, value):

@@ -49,7 +49,7 @@ def image_folder(spec: str, rest: str) -> Data | Tensor:
     images = sorted(path for path in folder.iterdir() if path.suffix.lower() in _ENDINGS)
     if images and not any(each.is_dir() for each in folder.iterdir()):
         chosen = images[:: math.ceil(len(images) / _MOST)]
-        return torch.stack([_input(path, preprocessing) for path in steps(chosen)])
+        return _inputs(chosen, preprocessing)
     parts = _parts(folder)
     read = partial(_read, color=preprocessing.color)
     transforms = preprocessing.transform(), _varied(preprocessing, is_equal)
@@ -165,12 +165,14 @@ def _varied(preprocessing: Preprocessing, is_equal: bool) -> Any:
     return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
 
 
-def _input(path: Path, preprocessing: Preprocessing) -> Tensor:
-    try:
-        found: Tensor = preprocessing.transform()(_opened(str(path), preprocessing.color))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read as an image: {error}") from error
-    return found
+def _inputs(images: list[Path], preprocessing: Preprocessing) -> Tensor:
+    transform, found = preprocessing.transform(), []
+    for path in steps(images):
+        try:
+            found.append(transform(_opened(str(path), preprocessing.color)))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read as an image: {error}") from error
+    return torch.stack(found)
 
 
 def _opened(path: str, color: str) -> Image.Image:

@@ -72,17 +72,17 @@ def error_of_slices(pairs: Pairs) -> float:
     The error of a slice is its squared differences over its squares, at most 1. Examples, along
     the first dim, are no slices, and a dim of several sizes has none.
     """
-    worst = 0.0
-    for dim in range(1, pairs[0][0].ndim):
-        if len({a.shape[dim] for a, _ in pairs}) > 1:
+    wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs]
+    squares = [(a**2, (a - b) ** 2) for a, b in wide]
+    dims, worst = range(squares[0][0].ndim), 0.0
+    for dim in dims[1:]:
+        if len({own.shape[dim] for own, _ in squares}) > 1:
             continue
-        others = tuple(each for each in range(pairs[0][0].ndim) if each != dim)
-        wide = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs]
-        size = sum((a**2).sum(others) for a, _ in wide)
-        gap = np.minimum(sum(((a - b) ** 2).sum(others) for a, b in wide), size)
-        worst = max(
-            worst, float(np.sqrt((gap[size > 0] / size[size > 0]).mean())) if size.any() else 0
-        )
+        others = tuple(each for each in dims if each != dim)
+        size, gap = (sum(each.sum(others) for each in of) for of in zip(*squares, strict=True))
+        if size.any():
+            shares = np.minimum(gap, size)[size > 0] / size[size > 0]
+            worst = max(worst, float(np.sqrt(shares.mean())))
     return worst
 
 
