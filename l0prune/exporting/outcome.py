@@ -249,11 +249,13 @@ class Outcome:
             proof.add_row(Text(what), c.dtype, ", ".join(map(str, batches)), *errors)
         yield proof
         if self.curve:
-            curve = Table("asked", "the same", "error", title="Tried, on held-out inputs")
+            columns = "asked", "measured", "the same", "error"
+            curve = Table(*columns, title="Tried, on held-out inputs")
             for step in self.curve:
                 asked, near = f"{step.measure}={step.share:.3f}", step.fidelity
+                real = "" if step.observed is None else f"{step.observed:.3f}"
                 same = "" if near.agreement is None else f"{near.agreement:.1%}"
-                curve.add_row(asked, same, f"{near.error:.2%}")
+                curve.add_row(asked, real, same, f"{near.error:.2%}")
             yield curve
         if self.fidelity is not None:
             yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")

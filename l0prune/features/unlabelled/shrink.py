@@ -29,7 +29,7 @@ from l0prune.features.unlabelled.fitting import fit_and_compensate
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
-from l0prune.plan.limits import LimitsLike, limits
+from l0prune.plan.limits import Bound, LimitsLike, limits
 from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
@@ -39,7 +39,8 @@ from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.running.task import Task
-from l0prune.selection.fit import check_request, table_if_needed
+from l0prune.selection.correction import observed
+from l0prune.selection.fit import bounds_of, check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
 
@@ -167,7 +168,8 @@ def shrink(
             return _recovered(found, after, task, partial(held_out.nearness, model, work), given)
 
         if allowed is not None:
-            curve, before = _smallest(found, cut, allowed, spared, judge)
+            bounds = bounds_of(work, f"{spared}=1", widths["latency"])
+            curve, before = _smallest(found, cut, allowed, bounds[0], judge)
         else:
             before = cut(budget)
     if budget is not None and before.is_useless and not allow_worse_than_mean:
@@ -269,16 +271,23 @@ class Step:
         measure: what is spared.
         fidelity: nearness of its outputs to the original's.
         far: what was compared with the tolerance.
+        observed: the measured share, of a network within the tolerance where its time was measured.
     """
 
     share: float
     measure: str
     fidelity: Fidelity
     far: float
+    observed: float | None = None
 
     def __str__(self) -> str:
         """Return how far it is as text."""
         return f"{self.far:.1%} from the original ({self.fidelity})"
+
+    @property
+    def left(self) -> float:
+        """The share of the measure that is left: as measured, else as requested."""
+        return self.share if self.observed is None else self.observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,16 +311,22 @@ def _smallest(
     found: Calibration,
     cut: Callable[..., Fidelity],
     allowed: float,
-    measure: str,
+    spared: Bound,
     judge: Callable[[nn.Module], float] | None,
 ) -> tuple[list[Step], Fidelity]:
     """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
 
+    The share is bisected. Networks within the tolerance are timed, if time is spared: of these the
+    fastest is kept, and none that is not faster than the original.
+
+    Args:
+        spared: bound of the measure that is spared, at all of the original's amount.
+
     Raises:
-        UsageError: no size that was tried is within the tolerance.
+        UsageError: no size that was tried is within the tolerance and smaller.
     """
-    whole = _held(found)
-    best: tuple[dict[str, Tensor], Fidelity] | None = None
+    whole, measure = _held(found), spared.measure.name
+    best: tuple[float, dict[str, Tensor], Fidelity] | None = None
     tried = list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     with counting(TRIED) as counter:
@@ -319,38 +334,55 @@ def _smallest(
             share = math.exp((low + high) / 2)
             _hold(found, whole)
             try:
-                budget = f"{measure}={share:.4f}"  # it is a step of the search: nothing is timed
-                after = cut(budget, observe=False)
+                after = cut(f"{measure}={share:.4f}", observe=False)
             except UsageError:  # no cut gets down to this share
                 low = math.log(share)
                 continue
             if bool(found.gates.open().all()):  # by an inexact table the whole network is as fast
                 high = math.log(share)
                 continue
-            if judge is not None:
-                far = judge(found.root)
-            elif found.classes.are_known and after.agreement is not None:
-                far = 1 - after.agreement
-            else:
-                far = after.error
-            tried.append(Step(share, measure, after, far))
+            far = _distance(found, after, judge)
+            is_within = far <= allowed
+            amount = observed(found.root, [spared]).get(spared) if is_within else None
+            ratio = None if amount is None else amount / spared.dense
+            tried.append(Step(share, measure, after, far, ratio))
             counter.step()
-            if far <= allowed:
+            if is_within:
                 high = math.log(share)
-                best = _held(found), after
+                if tried[-1].left < min(1, best[0] if best else 1):
+                    best = tried[-1].left, _held(found), after
             else:
                 low = math.log(share)
     if best is None:
         raise UsageError(_none_within(allowed, measure, tried))
-    _hold(found, best[0])
-    return sorted(tried, key=lambda step: step.share), best[1]
+    _hold(found, best[1])
+    return sorted(tried, key=lambda step: step.share), best[2]
+
+
+def _distance(
+    found: Calibration, after: Fidelity, judge: Callable[[nn.Module], float] | None
+) -> float:
+    """Return what is compared with the tolerance."""
+    if judge is not None:
+        return judge(found.root)
+    if found.classes.are_known and after.agreement is not None:
+        return 1 - after.agreement
+    return after.error
 
 
 def _none_within(allowed: float, measure: str, tried: Sequence[Step]) -> str:
-    """Return why there is no network within a tolerance, and the way on."""
+    """Return why there is no smaller network within a tolerance, and the way on."""
     if not tried:
         other = ": its time hardly depends on its widths. Try measure='macs' (--measure macs)"
         return f"no cut takes less {measure}{other if measure == Latency.name else ''}"
+    within = [step for step in tried if step.observed is not None]
+    if within:
+        fastest = min(within, key=lambda step: step.left)
+        return (
+            f"no network that stays within {allowed:.1%} is faster: one that was expected to take "
+            f"{fastest.share:.2f} of the time took {fastest.left:.2f} of it. Allow more, or try "
+            "measure='macs' (--measure macs)"
+        )
     nearest = max(tried, key=lambda step: step.share)
     return (
         f"no smaller network was found that stays within {allowed:.1%}. With "

@@ -166,14 +166,7 @@ class HalfFixed:
     def of(self, plan):
         (cost,) = [each for each in plan.costs if each.unit == "macs" and each.owner == "3"]
         terms = cost, replace(cost, scale=64 * self.fixed * cost.scale, dims=())
-        return Unseen(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
-
-
-class Unseen(Latency):
-    """Times of a search, whose steps are not timed."""
-
-    def observed(self, model):
-        raise AssertionError("a step of the search is timed")
+        return Latency(plan, CostModel(plan, [replace(each, unit="latency") for each in terms]))
 
 
 def test_a_tolerance_in_time_finds_the_fastest(network):
@@ -235,6 +228,37 @@ def test_a_network_of_which_nothing_is_cut_is_not_the_fastest(network):
     slots = l0prune.gates(l0prune.gate(copy.deepcopy(model), data.train.inputs[:2], exclude="1.in"))
     assert 2 <= len(tried) < 5
     assert max(tried) < len(slots.open())
+
+
+class Timed(Latency):
+    """Times that turn out otherwise when they are measured."""
+
+    def observed(self, model):
+        kept = int(l0prune.gates(model).open().sum())
+        return self.dense() * (1.25 if kept < self.slow_below else 0.875)
+
+
+class Mispredicted(HalfFixed):
+    def __init__(self, slow_below):
+        self.slow_below = slow_below
+
+    def of(self, plan):
+        found = super().of(plan)
+        found.__class__, found.slow_below = Timed, self.slow_below
+        return found
+
+
+def test_the_fastest_within_a_tolerance_is_the_fastest_as_measured(network):
+    model, data = network
+    inputs = data.train.inputs[:200]
+    given = {"tolerance": "1%", "judge": lambda _: 0, "round_to": 1, "exclude": "1.in"}
+    small = l0prune.shrink(model, inputs, latency=Mispredicted(20), **given)
+    assert {step.observed for step in small.curve} == {0.875, 1.25}
+    fast = min(step.share for step in small.curve if step.observed == 0.875)
+    ((kept, whole),) = small.widths.values()
+    assert kept >= 20 and (64 + kept) / (64 + whole) <= fast
+    with pytest.raises(UsageError, match=r"stays within 1\.0% is faster.* took 1\.25 of it"):
+        l0prune.shrink(model, inputs, latency=Mispredicted(1000), **given)
 
 
 def test_what_makes_no_sense_is_refused(network):
