@@ -15,7 +15,8 @@ Networks and inputs come with packages that pip fetches (and, for text and speec
   answers, of three budgets (by bisection) the smallest that stays within;
 - ``whole``: nothing is cut; written by l0prune, and in eight bits;
 - ``rivals``: the file before by onnxsim (``pip install onnxsim``), and by ONNX Runtime's static and
-  dynamic quantizers.
+  dynamic quantizers; and Torch-Pruning (``pip install torch-pruning``) by magnitude, as much as
+  stays within 1 %.
 
 Each file is timed in turns with that of the network before (as its package has it, or as torch's
 exporter writes it), of one example on one thread, and judged in ONNX Runtime on inputs that were
@@ -57,6 +58,8 @@ SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
 LEARN: dict[str, Any] = {"epochs": 8, "batch_size": 32, "lr": 1e-3, "progress": False}
 BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the time
 CALIBRATED = 64  # inputs of a file in eight bits
+STEPS = 20  # of Torch-Pruning, each of so large a part of every width
+LAYERS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)
 
 
 class Judge:
@@ -224,6 +227,7 @@ def rivals(judge: Judge) -> Iterator[Row]:
         "onnxsim": partial(simplified, judge.before, path),
         "static": partial(quantize_static, str(judge.before), str(path), Reader(feeds)),
         "dynamic": partial(quantize_dynamic, str(judge.before), str(path)),
+        "torch-pruning": partial(torch_pruned, judge, path),
     }.items():
         try:
             make()
@@ -238,6 +242,29 @@ def simplified(path: Path, to: Path) -> None:
     import onnxsim
 
     onnx.save(onnxsim.simplify(onnx.load(str(path)))[0], str(to))
+
+
+def torch_pruned(judge: Judge, to: Path) -> None:
+    """The file of Torch-Pruning by magnitude, of all layers alike: the smallest within 1 %."""
+    import torch_pruning as tp
+
+    work, example = copy.deepcopy(judge.real.model), tuple(tensors_in(judge.two))
+    work.requires_grad_(True)  # it does not see what is frozen
+    last = [each for each in work.modules() if isinstance(each, LAYERS)][-1:]
+    pruner = tp.MagnitudePruner(
+        work, example, importance=tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=1.0,
+        ignored_layers=last, iterative_steps=STEPS,
+    )  # fmt: skip
+    kept, lost = None, 0.0
+    for _ in range(STEPS - 1):
+        pruner.step()
+        lost = judge.lost(work)
+        if lost > TOLERANCES["1%"]:
+            break
+        kept = copy.deepcopy(work)
+    if kept is None:
+        raise ValueError(f"{1 / STEPS:.0%} of each width less loses {lost:.1%}")
+    save(kept, example, str(to))
 
 
 NETWORKS = {

@@ -22,8 +22,8 @@ from benchmarks.wheels import wheel
 PLACES = torch.tensor(
     [[0, 0, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 1, 0], [0, 0, 1]]
 ) / 2  # fmt: skip
-# One kind's atoms are moved by 0.1 Å along each axis, as in a ferroelectric crystal: at straight angles
-# an arc cosine has no derivative, and float32 errors of rounding grow without bound.
+# One kind's atoms are moved by 0.1 Å along each axis, as in a ferroelectric crystal: at straight
+# angles an arc cosine has no derivative, and float32 errors of rounding grow without bound.
 MOVED = PLACES + torch.tensor([0.0] * 4 + [0.1 / 5.6] * 4)[:, None]
 FAR, NEAR = 6.0, 3.0  # Å: bonds of atoms, and those that form angles
 METALS = (3, 11, 12, 19, 20, 22, 25, 26, 28, 29, 37, 38, 47, 56, 57)
