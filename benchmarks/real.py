@@ -55,7 +55,8 @@ PATH = ROOT / "runs" / "real.jsonl"
 KEY, LIMIT = ("model", "way"), 900
 NETWORKS_TIMED = 16  # for a table of times
 SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
-LEARN: dict[str, Any] = {"epochs": 8, "batch_size": 32, "lr": 1e-3, "progress": False}
+LEARN: dict[str, Any] = {"batch_size": 32, "lr": 1e-3, "progress": False}
+EPOCHS, LEARNED = 8, 500  # epochs to learn in, at least, and steps
 BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the time
 CALIBRATED = 64  # inputs of a file in eight bits
 STEPS = 20  # of Torch-Pruning, each of so large a part of every width
@@ -157,7 +158,16 @@ def shrunk(judge: Judge, **more: Any) -> Iterator[Row]:
 
 def recovered(judge: Judge) -> Iterator[Row]:
     """By ``shrink`` with training on the network's own answers."""
-    yield from shrunk(judge, recover={**LEARN, **judge.real.finetune})
+    yield from shrunk(judge, recover=learning(judge.real))
+
+
+def learning(real: Real) -> dict[str, Any]:
+    """Settings with which a network learns its own answers: few inputs take more epochs."""
+    settings = {**LEARN, **real.finetune}
+    given, size = real.inputs, settings["batch_size"]
+    rows = len(next(iter(given.values())) if isinstance(given, dict) else given)
+    steps_ = rows if isinstance(given, list) else math.ceil(rows / size)
+    return {"epochs": max(EPOCHS, math.ceil(LEARNED / steps_)), **settings}
 
 
 class Best:
@@ -183,7 +193,7 @@ class Best:
 def finetuned(judge: Judge) -> Iterator[Row]:
     """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
     real, table, begun = judge.real, judge.table(), time.process_time()
-    settings = {**LEARN, "report": False, "latency": table, **real.finetune}
+    settings = {"report": False, "latency": table, **learning(real)}
     names = real.gate.get("outputs", ())
     data = l0prune.with_pseudo_labels(real.inputs, real.model, outputs=names)
     low, high = math.log(SMALLEST), 0.0

@@ -91,7 +91,8 @@ def example_inputs(
         from l0prune.running.task import Task
 
         if not hasattr(data, "train"):  # inputs alone
-            return None, as_arguments(map_tensors(data, lambda tensor: tensor[:2]))
+            first = data[0] if isinstance(data, list) else data
+            return None, as_arguments(map_tensors(first, lambda tensor: tensor[:2]))
         return None, as_arguments(example_inputs(Task.of(data), 2))
     if text is None and source_file_of(model) is not None:
         own = model.example_input_array
@@ -290,7 +291,7 @@ def load_data(
     source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model, model=model)
     if tokenizer:
         remember(f"transformers:{tokenizer}")
-    if not hasattr(source, "train"):  # a tensor or a mapping of some
+    if not hasattr(source, "train"):  # a tensor, a mapping or batches of some
         if labelled:
             raise DataError(
                 f"{spec} has inputs without labels. `l0prune shrink` takes these, and "

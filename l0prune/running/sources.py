@@ -246,6 +246,12 @@ _WANTED = (
 )
 
 
+def _are_batches(found: Any) -> bool:
+    """Return whether this is a list of batches of inputs."""
+    is_list = isinstance(found, list) and bool(found)
+    return is_list and all(isinstance(each, Tensor | Mapping) for each in found)
+
+
 def _to_data(found: Any, spec: str) -> Data:
     """Convert the result of ``file.py:function``, a ``Data`` or (train, test), to a ``Data``."""
     if isinstance(found, Data):
@@ -464,7 +470,7 @@ def load_data(
             of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``, or
             as the model takes if these are fewer; see below), or ``file.py:function`` that returns
             two datasets (train, test), a ``Data``, a ``Task`` with its own loss, or, for what wants
-            no labels, a tensor or mapping of inputs.
+            no labels, a tensor or mapping of inputs, or a list of batches of these.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
             torchvision downloads what is not there.
         tokenizer: of a text: a tokenizer of transformers, the folder or name of one, or the model
@@ -491,7 +497,7 @@ def load_data(
         return image_folder(spec, rest)
     if is_code(spec):
         found = called(named(spec), spec)
-        if isinstance(found, Tensor | Mapping):
+        if isinstance(found, Tensor | Mapping) or _are_batches(found):
             return found
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
     if text := source_of(spec):

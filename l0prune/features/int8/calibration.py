@@ -71,7 +71,12 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
 
 
 def drawn(inputs: Any) -> Any:
-    """Return ``EXAMPLES`` of a tensor or mapping of inputs, drawn at random; all if fewer."""
+    """Return ``EXAMPLES`` of a tensor or mapping of inputs, drawn at random; all if fewer.
+
+    Batches stay as they are.
+    """
+    if isinstance(inputs, list):
+        return inputs
     generator = torch.Generator().manual_seed(0)
     rows = torch.randperm(batch_length(inputs, None), generator=generator)[:EXAMPLES]
     return map_tensors(inputs, lambda tensor: tensor[rows])

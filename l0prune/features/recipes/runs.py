@@ -148,7 +148,16 @@ def _data(recipe: Recipe, network: nn.Module, data_root: str | None) -> Task:
 
 
 def _unlabelled(inputs: Any) -> Split:
-    """Return examples of a tensor or a mapping of inputs, whose targets are still to come."""
+    """Return examples of a tensor or a mapping of inputs, whose targets are still to come.
+
+    Raises:
+        DataError: they are in batches already.
+    """
+    if isinstance(inputs, list):
+        raise DataError(
+            "a recipe divides examples into batches by itself: return a tensor or a mapping of all "
+            "examples, not a list of batches"
+        )
     if isinstance(inputs, torch.Tensor):
         return Tensors(inputs, torch.zeros(len(inputs)))
     rows = zip(*inputs.values(), strict=True)

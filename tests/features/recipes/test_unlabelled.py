@@ -5,7 +5,7 @@ import torch
 from onnxruntime import InferenceSession
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import DataError, UsageError
 from l0prune.features.recipes.files import load
 from l0prune.features.recipes.runs import run
 
@@ -22,6 +22,9 @@ def data():
     x = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
     nothing = torch.full((60,), torch.nan)
     return (x[:60], nothing), (x[60:], nothing)
+
+def batches():
+    return list(data()[0][0].split(12))
 
 def report(dense, file):
     params = sum(each.numel() for each in dense.parameters())
@@ -89,3 +92,8 @@ def test_a_report_is_a_dict(recipe, tmp_path):
     )
     with pytest.raises(UsageError, match=r"must return a dict .*not a NoneType"):
         run(load(recipe, []), tmp_path / "run")
+
+
+def test_batches_of_inputs_are_refused(recipe, tmp_path):
+    with pytest.raises(DataError, match="not a list of batches"):
+        run(load(recipe, ["data.source=own.py:batches"]), tmp_path / "run")

@@ -18,6 +18,9 @@ def inputs():
 
 def broken():
     return torch.full((200, 8), torch.nan)
+
+def batches():
+    return [{"input": each} for each in inputs().split(20)]
 """
 
 
@@ -37,6 +40,15 @@ def test_a_file_that_is_smaller_and_how_near_it_is(done, tmp_path):
     assert len(told["times"]["small"]) >= 3
     again, _ = done("shrink", "net.py:net", *options, "--no-time")
     assert (again["speedup"], again["times"]) == (None, None)
+
+
+def test_batches_of_inputs_do_as_the_inputs_themselves(done):
+    for data in ("batches", "inputs"):
+        options = ("--data", f"net.py:{data}", "--budget", "params=0.5", "--no-time", "--json")
+        told, _ = done("shrink", "net.py:net", *options)
+        assert 0 < told["fidelity"]["error"] < 0.5
+    done("gate", "net.py:net", "--data", "net.py:batches")
+    done("export", "net.gated.pt", "--onnx", "--int8", "--data", "net.py:batches", "--no-time")
 
 
 def test_a_folder_that_loads_again(done):
