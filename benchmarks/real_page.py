@@ -13,7 +13,7 @@ _HEAD = """# Real networks
 
 Printed by `python -m benchmarks.real --page docs/real.md`: trained networks that lie in packages, cut without a label. *shrink* trains
 nothing: `l0prune.shrink(model, inputs, tolerance="1%", judge=…, measure="latency")`. *recover* is the same with `recover={"epochs": …}`:
-each of the networks that are tried learns the network's own answers before it is judged. *finetune* learns weights and gates together from these answers,
+from the smallest of these on networks are cut step by step, and each learns the network's own answers before it is judged. *finetune* learns weights and gates together from these answers,
 under the smallest of three budgets in time that stays within. *int8* are the same networks' files in eight bits, whose measure may leave the tolerance.
 
 - **Measure**: what a network is judged by, on inputs that nothing was learned from; before the arrow that of the network as its package has it. The same

@@ -19,7 +19,8 @@ from l0prune.features.unlabelled.compensate import (
     calibration,
 )
 from l0prune.features.unlabelled.division import PROBES
-from l0prune.features.unlabelled.shrink import TRIED, check_asked, gated_copy, is_empty
+from l0prune.features.unlabelled.shrink import check_asked, gated_copy, is_empty
+from l0prune.features.unlabelled.within import TRIED
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import Gates
 from l0prune.plan.activations import steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from l0prune.capture.copying import copied_around
 from l0prune.capture.model_checks import evaluating, modes_kept
@@ -25,21 +24,19 @@ from l0prune.features.unlabelled.compensate import (
     calibration,
 )
 from l0prune.features.unlabelled.fidelity import Classes, Fidelity, fidelity
-from l0prune.features.unlabelled.fitting import fit_and_compensate
+from l0prune.features.unlabelled.within import Cuts, Step, held, hold, smallest
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.gate import gate
-from l0prune.plan.limits import Bound, LimitsLike, limits
+from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
-from l0prune.progress.stages import counting, stage
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.running.task import Task
-from l0prune.selection.correction import observed
 from l0prune.selection.fit import bounds_of, check_request, table_if_needed
 from l0prune.selection.fitting import Widths
 from l0prune.training import run
@@ -57,8 +54,6 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
              nn.FeatureAlphaDropout)  # fmt: skip
 MEASURES = "macs", Latency.name  # what a tolerance can spare
 _LARGE = 5e8  # parameters above which times are measured only if asked for: that takes long
-TRIED = 5  # sizes that are tried for a tolerance
-_SMALLEST, _CLOSE = 0.05, 0.1  # smallest share that is tried, and logarithm of near ones
 
 
 @displayed
@@ -103,8 +98,8 @@ def shrink(
             For another program (``loadable_by``), and above 500 M parameters, it is macs.
         recover: epochs in which the smaller network then learns the answers of the original one, or
             settings of ``finetune`` for that, as ``{"epochs": 8, "lr": 1e-3}``; undone where it
-            ends farther away on held-out inputs. Under a tolerance each network that is tried
-            learns before it is judged.
+            ends farther away on held-out inputs. Under a tolerance networks that learn are cut out
+            of the smallest one that is within without.
         round_to, target: see ``fit``.
         latency: a table of times for a budget or tolerance in latency, or a function that makes one
             of the gated model; one is measured where none is given.
@@ -154,24 +149,21 @@ def shrink(
     with calibration(work, inputs, *on, is_shared=True) as found:
         outputs = found.gates.outputs
         held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
-        division, task = found.division(), None
+        learn = None
         if settings.get("epochs", 1):
             task = with_pseudo_labels(
                 inputs, model, device=device, held_out=held_out.batches, outputs=outputs
             )
-
-        def cut(budget: LimitsLike | None, **options: Any) -> Fidelity:
-            after = fit_and_compensate(found, budget, division, **options, **widths)[1].after
-            if task is None:
-                return after
             given = {"lr": _RATE, "device": device, "seed": seed, **settings}
-            return _recovered(found, after, task, partial(held_out.nearness, model, work), given)
-
+            nearness = partial(held_out.nearness, model, work)
+            learn = partial(_recovered, found, task, nearness, given)
+        cuts = Cuts(found, widths, learn)
         if allowed is not None:
             bounds = bounds_of(work, f"{spared}=1", widths["latency"])
-            curve, before = _smallest(found, cut, allowed, bounds[0], judge)
+            curve, before = smallest(cuts, allowed, bounds[0], judge)
         else:
-            before = cut(budget)
+            before = cuts.cut(budget)
+            before = before if learn is None else learn()
     if budget is not None and before.is_useless and not allow_worse_than_mean:
         raise UsageError(_WORSE.format(before.uselessness))
     if allowed is not None:
@@ -242,14 +234,10 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _recovered(
-    found: Calibration,
-    compensated: Fidelity,
-    task: Task,
-    nearness: Callable[[], Fidelity],
-    settings: Mapping[str, Any],
+    found: Calibration, task: Task, nearness: Callable[[], Fidelity], settings: Mapping[str, Any]
 ) -> Fidelity:
     """Let a cut network learn, if it ends nearer than it was; return its fidelity."""
-    before = _held(found)
+    before, compensated = held(found), nearness()
     for _, tensor in named_tensors(found.root):  # of others, too, which stay as they are
         tensor.data = tensor.data.clone()
     with torch.enable_grad(), without_dropout(found.root):
@@ -257,37 +245,9 @@ def _recovered(
     after = nearness()
     if after.error <= compensated.error:
         return after
-    _hold(found, before)
+    hold(found, before)
     warn(_UNDONE)
     return compensated
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A network that ``shrink`` tried for a tolerance.
-
-    Attributes:
-        share: the requested share of the measure.
-        measure: what is spared.
-        fidelity: nearness of its outputs to the original's.
-        far: what was compared with the tolerance.
-        observed: the measured share, of a network within the tolerance where its time was measured.
-    """
-
-    share: float
-    measure: str
-    fidelity: Fidelity
-    far: float
-    observed: float | None = None
-
-    def __str__(self) -> str:
-        """Return how far it is as text."""
-        return f"{self.far:.1%} from the original ({self.fidelity})"
-
-    @property
-    def left(self) -> float:
-        """The share of the measure that is left: as measured, else as requested."""
-        return self.share if self.observed is None else self.observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,103 +264,3 @@ class _Judge:
         place = self.place
         with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
             return fidelity(model, other, self.batches, self.classes.dim_of, self.outputs)
-
-
-@stage("looking for the smallest network within the tolerance")
-def _smallest(
-    found: Calibration,
-    cut: Callable[..., Fidelity],
-    allowed: float,
-    spared: Bound,
-    judge: Callable[[nn.Module], float] | None,
-) -> tuple[list[Step], Fidelity]:
-    """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
-
-    The share is bisected. Networks within the tolerance are timed, if time is spared: of these the
-    fastest is kept, and none that is not faster than the original.
-
-    Args:
-        spared: bound of the measure that is spared, at all of the original's amount.
-
-    Raises:
-        UsageError: no size that was tried is within the tolerance and smaller.
-    """
-    whole, measure = _held(found), spared.measure.name
-    best: tuple[float, dict[str, Tensor], Fidelity] | None = None
-    tried = list[Step]()
-    low, high = math.log(_SMALLEST), 0.0
-    with counting(TRIED) as counter:
-        while len(tried) < TRIED and high - low > _CLOSE:
-            share = math.exp((low + high) / 2)
-            _hold(found, whole)
-            try:
-                after = cut(f"{measure}={share:.4f}", observe=False)
-            except UsageError:  # no cut gets down to this share
-                low = math.log(share)
-                continue
-            if bool(found.gates.open().all()):  # by an inexact table the whole network is as fast
-                high = math.log(share)
-                continue
-            far = _distance(found, after, judge)
-            is_within = far <= allowed
-            amount = observed(found.root, [spared]).get(spared) if is_within else None
-            ratio = None if amount is None else amount / spared.dense
-            tried.append(Step(share, measure, after, far, ratio))
-            counter.step()
-            if is_within:
-                high = math.log(share)
-                if tried[-1].left < min(1, best[0] if best else 1):
-                    best = tried[-1].left, _held(found), after
-            else:
-                low = math.log(share)
-    if best is None:
-        raise UsageError(_none_within(allowed, measure, tried))
-    _hold(found, best[1])
-    return sorted(tried, key=lambda step: step.share), best[2]
-
-
-def _distance(
-    found: Calibration, after: Fidelity, judge: Callable[[nn.Module], float] | None
-) -> float:
-    """Return what is compared with the tolerance."""
-    if judge is not None:
-        return judge(found.root)
-    if found.classes.are_known and after.agreement is not None:
-        return 1 - after.agreement
-    return after.error
-
-
-def _none_within(allowed: float, measure: str, tried: Sequence[Step]) -> str:
-    """Return why there is no smaller network within a tolerance, and the way on."""
-    if not tried:
-        other = ": its time hardly depends on its widths. Try measure='macs' (--measure macs)"
-        return f"no cut takes less {measure}{other if measure == Latency.name else ''}"
-    within = [step for step in tried if step.observed is not None]
-    if within:
-        fastest = min(within, key=lambda step: step.left)
-        return (
-            f"no network that stays within {allowed:.1%} is faster: one that was expected to take "
-            f"{fastest.share:.2f} of the time took {fastest.left:.2f} of it. Allow more, or try "
-            "measure='macs' (--measure macs)"
-        )
-    nearest = max(tried, key=lambda step: step.share)
-    return (
-        f"no smaller network was found that stays within {allowed:.1%}. With "
-        f"{measure}={nearest.share:.2f}: {nearest}. Allow more, or give more inputs"
-    )
-
-
-def _held(found: Calibration) -> dict[str, Tensor]:
-    """Return the tensors of a model whose weights are replaced and not written to, unlike gates."""
-    of_gates = {id(tensor) for _, tensor in named_tensors(found.gates)}
-    return {
-        name: tensor.detach().clone() if id(tensor) in of_gates else tensor.detach()
-        for name, tensor in named_tensors(found.root)
-    }
-
-
-def _hold(found: Calibration, tensors: dict[str, Tensor]) -> None:
-    """Let a model have those tensors of ``_held`` again."""
-    of_gates = {id(tensor) for _, tensor in named_tensors(found.gates)}
-    for name, tensor in named_tensors(found.root):
-        tensor.data = tensors[name].clone() if id(tensor) in of_gates else tensors[name]
