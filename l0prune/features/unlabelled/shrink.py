@@ -160,14 +160,13 @@ def shrink(
         cuts = Cuts(found, widths, learn)
         if allowed is not None:
             bounds = bounds_of(work, f"{spared}=1", widths["latency"])
-            curve, before = smallest(cuts, allowed, bounds[0], judge)
+            curve, best = smallest(cuts, allowed, bounds[0], judge)
+            gates_of(work).asked = f"tolerance={allowed:g}", f"{spared}={best.share:.3f}"
         else:
             before = cuts.cut(budget)
             before = before if learn is None else learn()
-    if budget is not None and before.is_useless and not allow_worse_than_mean:
-        raise UsageError(_WORSE.format(before.uselessness))
-    if allowed is not None:
-        gates_of(work).asked = (f"tolerance={allowed:g}",)
+            if before.is_useless and not allow_worse_than_mean:
+                raise UsageError(_WORSE.format(before.uselessness))
     result = export(work)
     result.measure_rounding_of(users)
     result.fidelity = held_out.nearness(model, copied_around(result.module))

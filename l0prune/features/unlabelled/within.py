@@ -101,8 +101,8 @@ class Cuts:
 @stage("looking for the smallest network within the tolerance")
 def smallest(
     cuts: Cuts, allowed: float, spared: Bound, judge: Callable[[nn.Module], float] | None
-) -> tuple[list[Step], Fidelity]:
-    """Keep the smallest network within the tolerance; return the tried sizes and its fidelity.
+) -> tuple[list[Step], Step]:
+    """Keep the smallest network within the tolerance; return the tried sizes and that one.
 
     The share is bisected. Networks that learn come after those that do not: each is cut out of the
     smallest one within the tolerance so far, and learns on from there. So less goes at once, of
@@ -122,7 +122,7 @@ def smallest(
     if search.best is None:
         raise UsageError(search.none_within())
     hold(cuts.found, search.best.tensors)
-    return sorted(search.tried, key=lambda step: step.share), search.best.step.fidelity
+    return sorted(search.tried, key=lambda step: step.share), search.best.step
 
 
 class _Within(NamedTuple):

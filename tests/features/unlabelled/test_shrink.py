@@ -109,7 +109,7 @@ def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
     within = [step for step in small.curve if 1 - step.fidelity.agreement <= 0.05]
     assert small.macs / small.macs_before <= min(step.share for step in within)
     assert small.fidelity.agreement >= 0.9
-    assert small.asked == ("tolerance=0.05",)
+    assert small.asked == ("tolerance=0.05", f"macs={min(step.share for step in within):.3f}")
     shown = [step.share for step in small.curve]
     assert shown == sorted(shown)
 
