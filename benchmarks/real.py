@@ -5,7 +5,8 @@
 
 Networks and inputs come with packages that pip fetches (and, for text and speech, Debian's
 ``python3-doc`` and ``espeak-ng``). One process for each network and way; each is a JSON line in
-``runs/real.jsonl``, and what is there is not run again.
+``runs/real.jsonl``, and what is there is not run again. ``runs/real`` has a report as a page of
+each network that was found.
 
 - ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, measure="latency")``, which
   trains nothing;
@@ -52,6 +53,7 @@ from l0prune.exporting.opened import OnnxFile
 from l0prune.running.inputs import inputs_for, inputs_of
 
 PATH = ROOT / "runs" / "real.jsonl"
+REPORTS = ROOT / "runs" / "real"  # pages
 KEY, LIMIT = ("model", "way"), 900
 NETWORKS_TIMED = 16  # for a table of times
 SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
@@ -67,11 +69,13 @@ class Judge:
     """A network before, its files, and how others compare with it.
 
     Args:
+        name: of the network and the way, for its reports.
         real: the network.
         folder: for files.
     """
 
-    def __init__(self, real: Real, folder: Path) -> None:
+    def __init__(self, name: str, real: Real, folder: Path) -> None:
+        self.name = name
         self.real, self.folder, self.before = real, folder, real.file or folder / "before.onnx"
         held = real.held[0]
         self.two, self.one = (
@@ -108,8 +112,8 @@ class Judge:
             "measure": round(self.real.measure(OnnxFile(path)), 4),
         }  # fmt: skip
 
-    def cut(self, small: l0prune.Export, begun: float) -> Row:
-        """The row of a smaller network, with its files in float32 and in int8."""
+    def cut(self, small: l0prune.Export, begun: float, within: str = "") -> Row:
+        """The row of a smaller network, with its files in float32 and in int8, and its report."""
         row: Row = {"seconds": round(time.process_time() - begun), "macs": small.macs}
         row |= {"params": small.params, "macs_before": small.macs_before,
                 "params_before": small.params_before}  # fmt: skip
@@ -124,11 +128,15 @@ class Judge:
             asked = {"int8": few} if bits == "int8" else {}
             try:
                 if asked or not path.exists():
-                    small.save_onnx(path, time=False, progress=False, **asked)
+                    is_timed = bool(within) and not asked  # for the report
+                    small.save_onnx(path, time=is_timed, progress=False, **asked)
                 row[bits] = self.of(file)
             except L0pruneError as error:
                 row[bits] = {"refused": str(error)[:400]}
         path.unlink(missing_ok=True)
+        if within:
+            REPORTS.mkdir(parents=True, exist_ok=True)
+            small.report().save(REPORTS / f"{self.name}-{within.rstrip('%')}.html")
         return row
 
 
@@ -148,12 +156,12 @@ def shrunk(judge: Judge, **more: Any) -> Iterator[Row]:
         small = l0prune.shrink(
             real.model, real.inputs, tolerance=TOLERANCES["1%"], judge=lost, **settings
         )
-        yield {"1%": judge.cut(small, begun)}
+        yield {"1%": judge.cut(small, begun, "1%")}
     except UsageError as error:
         yield {"none within 1%": first_line(error)}
     yield {"tried": best.tried}
     if best.of_three is not None:
-        yield {"3%": judge.cut(l0prune.export(best.of_three), begun)}
+        yield {"3%": judge.cut(l0prune.export(best.of_three), begun, "3%")}
 
 
 def recovered(judge: Judge) -> Iterator[Row]:
@@ -212,7 +220,7 @@ def finetuned(judge: Judge) -> Iterator[Row]:
         low, high = (low, math.log(share)) if lost <= TOLERANCES["1%"] else (math.log(share), high)
     yield {"tried": tried}
     for name, (_, work) in found.items():
-        yield {name: judge.cut(l0prune.export(work), begun)}
+        yield {name: judge.cut(l0prune.export(work), begun, name)}
 
 
 def whole(judge: Judge) -> Iterator[Row]:
@@ -293,7 +301,7 @@ def steps(network: str, way: str) -> Iterator[Row]:
     torch.set_num_threads(1)
     yield {"way": way, "processor": collect.processor()}
     with tempfile.TemporaryDirectory() as folder:
-        judge = Judge(NETWORKS[network](), Path(folder))
+        judge = Judge(f"{network}-{way}", NETWORKS[network](), Path(folder))
         yield {"step": way, "judged_by": judge.real.judged_by, "measure": round(judge.whole, 4)}
         yield from WAYS[way](judge)
         yield {"cpu_seconds": round(time.process_time())}
