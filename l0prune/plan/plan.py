@@ -285,8 +285,9 @@ class Plan:
         for number in self._without_any(kept):
             if self.axes[number].kind != KIND:
                 kept[self.axes[number].start] = True
+        tables = self._tables
         for wide, narrow in self.wider:
-            self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
+            _widen(kept, tables[id(wide)], int(_alive(tables[id(narrow)], kept).sum()) + 1)
         self._align(kept)
         return kept
 
@@ -370,9 +371,10 @@ class Plan:
                 for number in numbers:
                     self._open_first(kept, number, widest)
             for dims in self.alike:
-                widest = max(int(self.mask(dim, kept).sum()) for dim in dims)
-                for dim in dims:
-                    self._widen(kept, dim, widest)
+                tables = [self._tables[id(dim)] for dim in dims]
+                widest = max(int(_alive(table, kept).sum()) for table in tables)
+                for table in tables:
+                    _widen(kept, table, widest)
             if torch.equal(kept, before):
                 return
 
@@ -382,12 +384,11 @@ class Plan:
         closed = (~kept[axis.slice]).nonzero().flatten()
         kept[axis.start + closed[: max(0, count - axis.size + len(closed))]] = True
 
-    def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
-        """Keep closed slots from a layout's first positions on until it has ``size``; in place."""
-        for slots in self.gate_table(layout).T:
-            if int(self.mask(layout, kept).sum()) >= size:
-                return
-            kept[slots[slots < self.size]] = True
+    @cached_property
+    def _tables(self) -> dict[int, Tensor]:
+        """Gate tables of the dims that depend on others' widths, by the layout's ``id``."""
+        pairs = (*self.wider, *self.alike)
+        return {id(dim): self.gate_table(dim) for dims in pairs for dim in dims}
 
     def _is_read(self, number: int, readers: Iterable[Site], kept: Tensor) -> Tensor:
         """Return the slots that any of ``readers`` still reads; bool, shape ``(axis size,)``."""
@@ -514,3 +515,19 @@ class Plan:
 
 
 _JSON = TypeAdapter(Plan)
+
+
+def _alive(table: Tensor, kept: Tensor) -> Tensor:
+    """Return which positions of a gate table are kept; bool."""
+    return torch.cat([kept, kept.new_ones(1)])[table].all(0)
+
+
+def _widen(kept: Tensor, table: Tensor, size: int) -> None:
+    """Keep closed slots from a gate table's first positions on until ``size`` are; in place."""
+    alive = _alive(table, kept)
+    for position in (~alive).nonzero().flatten().tolist():
+        if int(alive.sum()) >= size:
+            return
+        slots = table[:, position]
+        kept[slots[slots < len(kept)]] = True
+        alive = _alive(table, kept)

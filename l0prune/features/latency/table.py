@@ -141,15 +141,19 @@ class LatencyTable:
     samples: tuple[tuple[tuple[_Width, ...], Milliseconds], ...] = field(default=(), repr=False)
     command: Name = ""
     _benches: list[Observe | None] = field(default_factory=list, repr=False, compare=False)
+    _measures: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     name = "latency"
 
     def of(self, plan: Plan) -> TimedLatency:
-        """Return the measure of a network with this plan.
+        """Return the measure of a network with this plan: for the same plan the same one.
 
         Raises:
             UsageError: the table is of another network, or of layouts that this one lacks.
         """
+        for known in self._measures:
+            if known.plan is plan:
+                return known  # type: ignore[no-any-return]
         if plan_id(plan) != self.plan:
             raise UsageError(
                 "this latency table was made for another model, or for the same with other gates: "
@@ -161,7 +165,11 @@ class LatencyTable:
             check_layouts(layouts, plan.axes, _POSITIONS)
         except ValueError as error:
             raise UsageError(f"this latency table does not fit its model: {error}") from error
-        return TimedLatency(plan, self.groups, self.model, self.smooth, self.dense, self._observing)
+        found = TimedLatency(
+            plan, self.groups, self.model, self.smooth, self.dense, self._observing
+        )
+        self._measures[:] = [found]  # which finds the preferred widths once
+        return found
 
     def _observing(self, model: nn.Module) -> Observe | None:
         """Return the timer of the model's networks in the table's setting; None elsewhere."""
@@ -204,7 +212,7 @@ class LatencyTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        data = _TABLE.dump_python(self, mode="json", exclude={"_benches"})
+        data = _TABLE.dump_python(self, mode="json", exclude={"_benches", "_measures"})
         return {"kind": _KIND, "format": FORMAT, **data}
 
     @staticmethod
