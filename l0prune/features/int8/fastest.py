@@ -142,7 +142,7 @@ class Fastest:
         ms = collect.typical(turns[_SINGLE])
         of_single = {name: ms * collect.share(turns[name], turns[_SINGLE]) for name in tried}
         everywhere, best = of_single[_EVERYWHERE], min(tried, key=of_single.__getitem__)
-        if of_single[best] > _WORTH * everywhere:
+        if of_single[best] > _WORTH * everywhere and everywhere * FASTER <= ms:
             best = _EVERYWHERE
         speed = Speed(ms, everywhere, of_single[best])
         if speed.is_faster:

@@ -78,7 +78,7 @@ class NodeTimes:
         """
         found, last, waiting = cls(), "", 0.0
         all_ms = [event["dur"] / 1e3 for event in events]
-        spare = max(0.0, min((sum(all_ms) - call) / max(1, len(events)), *all_ms))
+        spare = max(0.0, min([(sum(all_ms) - call) / max(1, len(events)), *all_ms]))
         for event, number, ms in zip(events, nodes_of(events, nodes), all_ms, strict=True):
             ms, written = ms - spare, _values(event, "output")
             size = max((size for _, size in written), default=0)
