@@ -24,7 +24,7 @@ from l0prune.features.int8.float_regions import (
 from l0prune.features.int8.quantizer import MULTIPLYING
 
 FASTER = 1.02  # less is no gain
-_WORTH = 0.95  # a file with more in float32 is chosen if it takes at most this share of the time
+_WORTH = 0.95  # a file with layers in float32 takes at most this share of the others' times
 _TRIED = 2  # files, each by the times of the one before
 _SECONDS = 1.0  # of the turns of all files, about
 _PROFILED = 0.06  # seconds of the calls for a profile, about
@@ -48,11 +48,6 @@ class Speed:
     everywhere: float
     chosen: float
     is_all: bool = False
-
-    @property
-    def is_faster(self) -> bool:
-        """Return whether the file is faster than the one in float32."""
-        return self.chosen * FASTER <= self.float32
 
 
 class Fastest:
@@ -142,11 +137,11 @@ class Fastest:
         ms = collect.typical(turns[_SINGLE])
         of_single = {name: ms * collect.share(turns[name], turns[_SINGLE]) for name in tried}
         everywhere, best = of_single[_EVERYWHERE], min(tried, key=of_single.__getitem__)
-        if of_single[best] > _WORTH * everywhere and everywhere * FASTER <= ms:
-            best = _EVERYWHERE
-        speed = Speed(ms, everywhere, of_single[best])
-        if speed.is_faster:
-            return [name for name in self._may if name in tried[best]], speed
+        if of_single[best] <= _WORTH * min(everywhere, ms):
+            slow = [name for name in self._may if name in tried[best]]
+            return slow, Speed(ms, everywhere, of_single[best])
+        if everywhere * FASTER <= ms:
+            return [], Speed(ms, everywhere, everywhere)
         return [*self._may], Speed(ms, everywhere, ms, is_all=True)
 
 

@@ -93,7 +93,6 @@ def test_layers_that_are_slower_on_integers_stay_in_float32(made_up, tmp_path):
     assert search.kept == ["third", "fourth"]  # the gain of the fourth alone is a conversion's loss
     assert in_float32(path) == {"third", "fourth"}
     assert search.speed == fastest.Speed(4.1, pytest.approx(3.58), pytest.approx(3.2))
-    assert search.speed.is_faster
     assert 0 < error < 0.05
     matrices = [t for t in onnx.load(str(path)).graph.initializer if [*t.dims] == [32, 32]]
     assert [t.data_type for t in matrices] == [TensorProto.INT8] * 4
