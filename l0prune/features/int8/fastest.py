@@ -99,6 +99,8 @@ class Fastest:
             own = {each.name for each in self._single.graph.node} - in_single
             whole.ms |= {each: found.ms[each] for each in own & found.ms.keys()}
             whole.on_integers |= found.on_integers
+            whole.conversions += found.conversions
+            whole.layouts += found.layouts
             fixed |= (own & found.ms.keys()) - found.on_integers
         return self._fastest(tried)
 
