@@ -147,6 +147,7 @@ def row(name: str, size: int, inputs: int, folder: Path) -> Cells:
     quantizer = Quantizer.of(paths["float32"], seen, folder)
     search = Search(quantizer, Comparison(given, unseen), folder / "tried.onnx")
     search.run()
+    search.keep_slow([images[:1].numpy()], 1)
     paths["plain"].write_bytes(search.made().SerializeToString())
     without = comparison.worst(collect.Network(paths.pop("plain"), 1, collect.CPU))
     search.compensate(seen)

@@ -50,6 +50,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "rounded_again",
         "int8",
         "compensate_rounding",
+        "fastest",
     ),
     "latency": (
         "LatencyTable",

@@ -138,7 +138,8 @@ class Export(Outcome):
             fewer_bits: ask for further files beside it, each measured beside the one in float32
                 (``in_fewer_bits``). ``int8=data`` writes ``model.int8.onnx``, calibrated with data
                 as ``finetune`` takes them, a batch of inputs, or an iterable of such; unless
-                ``compensate=False``, weights that make up for the rounding are tried.
+                ``compensate=False``, weights that make up for the rounding are tried, and unless
+                ``fastest=False``, layers that are faster in float32 are computed so.
                 ``dtype="float16"`` (or ``"bfloat16"``) writes ``model.float16.onnx``, with
                 ``half_io=True`` its inputs and outputs, too.
 

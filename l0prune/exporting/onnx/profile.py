@@ -87,6 +87,7 @@ class FileNode:
         weight: shape of the weight that it multiplies by; empty without one.
         groups: of a convolution.
         is_transposed: whether the weight of a Gemm has its outputs first.
+        name: that it has in the file.
     """
 
     path: str
@@ -95,6 +96,7 @@ class FileNode:
     weight: tuple[int, ...] = ()
     groups: int = 1
     is_transposed: bool = False
+    name: str = ""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -117,18 +119,29 @@ class FileNode:
 def profile_of(path: Path, given: Given, threads: int, ms: float) -> list[LayerTime]:
     """Return the times of a file's layers, those of each operator and module together.
 
+    The arguments are those of ``profiled_call``.
+    """
+    return layers_of(*profiled_call(path, given, threads, ms))
+
+
+def profiled_call(
+    path: Path, given: Given, threads: int, ms: float, seconds: float = _SECONDS
+) -> tuple[list[Event], list[FileNode]]:
+    """Return the events of a typical call of a file, and its nodes.
+
     Args:
         path: of the file, beside which another one is written for a while.
         given: inputs of a call, in order.
         threads: that a call may use.
         ms: milliseconds of a call, about.
+        seconds: of all calls, about.
     """
     import onnx  # here, since it loads slowly
 
     model = onnx.load(str(path), load_external_data=False)
     nodes = numbered(model)
     copy = path.with_name(f"{path.name}.profiled")  # weights apart are found beside it
-    calls = min(_MOST, max(_FEWEST, round(_SECONDS * 1e3 / max(ms, 1e-3))))
+    calls = min(_MOST, max(_FEWEST, round(seconds * 1e3 / max(ms, 1e-3))))
     try:
         copy.write_bytes(model.SerializeToString())
         del model
@@ -139,7 +152,7 @@ def profile_of(path: Path, given: Given, threads: int, ms: float) -> list[LayerT
             text = Path(network.session.end_profiling()).read_text(encoding="utf-8")
     finally:
         copy.unlink(missing_ok=True)
-    return layers_of(typical_call(json.loads(text), calls), nodes)
+    return typical_call(json.loads(text), calls), nodes
 
 
 def owner_of(node: onnx.NodeProto) -> str:
@@ -173,6 +186,7 @@ def numbered(model: onnx.ModelProto) -> list[FileNode]:
                 shapes.get(weight, ()),
                 numbers.get("group", 1),
                 bool(numbers.get("transB", 0)),
+                node.name,
             )
         )
         node.name = f"n{number:05d}_"
@@ -207,13 +221,11 @@ def layers_of(events: Sequence[Event], nodes: Sequence[FileNode]) -> list[LayerT
 
     Changes of the layout are charged to the node whose input or output changes.
     """
-    numbers = [_number_in(event) for event in events]
-    own = {number for number in numbers if number is not None}
     found: dict[tuple[str, str], LayerTime] = {}
     last, waiting = None, 0.0
-    for event, number in zip(events, numbers, strict=True):
-        operator, ms = event["args"]["op_name"].removeprefix("Fused"), event["dur"] / 1e3
-        if number is None or number >= len(nodes):
+    for event, number in zip(events, nodes_of(events, nodes), strict=True):
+        operator, ms = _operator(event), event["dur"] / 1e3
+        if number is None:
             if operator == f"{_REORDER}Input" or last is None:
                 waiting += ms
             else:
@@ -221,17 +233,30 @@ def layers_of(events: Sequence[Event], nodes: Sequence[FileNode]) -> list[LayerT
                     found[last], ms=found[last].ms + ms, reorders=found[last].reorders + ms
                 )
             continue
-        if operator in _MULTIPLYING and nodes[number].operator not in _MULTIPLYING:
-            number = _multiplying_before(number, nodes, own)
         layer = replace(_layer(event, operator, nodes[number]), ms=ms + waiting, reorders=waiting)
         last, waiting = layer.key, 0.0
         found[last] = found[last].with_another(layer) if last in found else layer
     return list(found.values())
 
 
-def _number_in(event: Event) -> int | None:
-    found = collect.NODE.search(event["name"])
-    return None if found is None else int(found[1])
+def nodes_of(events: Sequence[Event], nodes: Sequence[FileNode]) -> list[int | None]:
+    """Return the number of each event's node; None for those that the runtime has added."""
+    found = [collect.NODE.search(event["name"]) for event in events]
+    numbers = [None if match is None else int(match[1]) for match in found]
+    own, result = {number for number in numbers if number is not None}, list[int | None]()
+    for event, number in zip(events, numbers, strict=True):
+        if number is None or number >= len(nodes):
+            result.append(None)
+        elif _operator(event) in _MULTIPLYING and nodes[number].operator not in _MULTIPLYING:
+            result.append(_multiplying_before(number, nodes, own))
+        else:
+            result.append(number)
+    return result
+
+
+def _operator(event: Event) -> str:
+    """Return the operator of an event, that which others are fused into."""
+    return str(event["args"]["op_name"]).removeprefix("Fused")
 
 
 def _multiplying_before(number: int, nodes: Sequence[FileNode], taken: Collection[int]) -> int:

@@ -5,9 +5,9 @@ from l0prune.doors import Feature
 FEATURE = Feature(
     __name__,
     more={"export": "options"},
-    options={"Output": ("int8", "compensate_rounding")},
+    options={"Output": ("int8", "compensate_rounding", "fastest")},
     most_used={"export": ("int8",)},
-    derived={"int8": "file", "compensate": "file"},
+    derived={"int8": "file", "compensate": "file", "fastest": "file"},
     functions={
         "Quantizing": "training",
         "check_menu": "bits",

@@ -21,7 +21,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from torch import Tensor
 
 from l0prune.features.int8.calibration import divided
-from l0prune.features.int8.quantizer import Feed
+from l0prune.features.int8.quantizer import Feed, read_by
 from l0prune.features.int8.rounding import rounded
 from l0prune.files.onnx_session import session_of
 from l0prune.selection.least_squares import Moments, left_of, solve
@@ -68,7 +68,7 @@ class _Values:
     def __init__(self, model: ModelProto, feeds: Sequence[Feed]) -> None:
         self._model = model
         self._known = {name: [feed[name] for feed in feeds] for name in feeds[0]}
-        self._pending = Counter(name for node in model.graph.node for name in {*_read_by(node)})
+        self._pending = Counter(name for node in model.graph.node for name in {*read_by(node)})
 
     def of(self, name: str) -> list[Array]:
         """Return the value of a name, for each feed."""
@@ -79,10 +79,10 @@ class _Values:
     def _compute(self, name: str) -> None:
 
         nodes = self._missing(name)
-        self._pending.subtract(read for node in nodes for read in {*_read_by(node)})
+        self._pending.subtract(read for node in nodes for read in {*read_by(node)})
         made = [output for node in nodes for output in node.output if self._pending[output] > 0]
         made += [] if name in made else [name]
-        read = {each for node in nodes for each in _read_by(node)}
+        read = {each for node in nodes for each in read_by(node)}
         given = [each for each in self._known if each in read]
         graph = helper.make_graph(
             nodes,
@@ -111,16 +111,8 @@ class _Values:
         for node in reversed(self._model.graph.node):
             if not wanted.isdisjoint(node.output):
                 nodes.append(node)
-                wanted.update(read for read in _read_by(node) if read not in self._known)
+                wanted.update(read for read in read_by(node) if read not in self._known)
         return nodes[::-1]
-
-
-def _read_by(node: NodeProto) -> Iterator[str]:
-    """Yield the names of the values that a node and its subgraphs read."""
-    yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            yield from _read_by(inner)
 
 
 def _described(name: str, value: Array) -> Any:
@@ -259,7 +251,7 @@ class _Tensors:
         nodes = model.graph.node
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self._makers = {n.output[0]: n for n in nodes if n.op_type == "DequantizeLinear"}
-        self._readers = Counter(name for node in nodes for name in _read_by(node))
+        self._readers = Counter(name for node in nodes for name in read_by(node))
 
     def own(self, name: str) -> tuple[TensorProto, Array] | None:
         """Return the stored tensor of a value, and its steps; None where others read it, too."""

@@ -22,10 +22,11 @@ from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.derived import DERIVED, Derived, InFloat32, check_in_one
 from l0prune.exporting.onnx.differences import as_texts
-from l0prune.exporting.onnx.times import Times, as_text, times_beside
+from l0prune.exporting.onnx.times import Times, as_text, one_example, times_beside
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.features.int8.calibration import divided, feeds_of, is_source, rows_in
+from l0prune.features.int8.fastest import FASTER, Speed
 from l0prune.features.int8.quantizer import (
     FIRST_OPSET,
     Feed,
@@ -38,16 +39,17 @@ from l0prune.features.int8.search import (
     Search,
 )
 from l0prune.features.int8.trained import quantized
+from l0prune.plan.globs import listed
 from l0prune.progress.stages import stage, steps
 from l0prune.running.batches import test_batches
 from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
 
 TRAINED = "trained"  # the method with the ranges of training
-_FASTER = 1.02  # less is no gain
 _LARGE = 0.1  # errors above this give a warning
 _TESTED = 2000  # test examples at most
 _TOGETHER = 50  # of these in a batch
+_NAMED = 8  # layers in float32
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Int8:
             for whole numbers.
         agreement: by output, the share of examples (or places) where the largest score is the
             same one; for whole numbers, the share of equal ones.
-        kept: operators and layers that stay in float32 since eight bits cost most there.
+        kept: operators and layers that are computed in float32, since eight bits cost most there,
+            in error or in time; the latter have weights that are stored in eight bits.
         costly: the layers that cost most, with the error that each alone makes; empty where the
             whole error is small.
         times: of the two files in turns; ``dense`` are those of the one in float32. None if
@@ -75,6 +78,8 @@ class Int8:
         bits: of the weights and of the input of each layer, by path, where they were learned.
         compensated: the largest error without and with weights that make up for the rounding; the
             file has the better ones. None where they were not tried.
+        speed: milliseconds with eight bits wherever the error allows, and with the layers in
+            float32 that are faster so. None where they were not looked for.
     """
 
     method: str
@@ -91,6 +96,7 @@ class Int8:
     bits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     compensated: tuple[float, float] | None = None
     beside_dense: Times | None = None
+    speed: Speed | None = None
 
     @property
     def is_compensated(self) -> bool:
@@ -100,14 +106,7 @@ class Int8:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about speed and errors of the file; empty if there are none."""
-        found = []
-        if self.times is not None and self.times.share * _FASTER > 1:
-            found.append(
-                f"the int8 file is not faster than the one in float32: {self.times}. The usual "
-                "cause is narrow layers, or operators that ONNX Runtime has in float32 only: serve "
-                "the one in float32, or choose widths by the times of int8 files "
-                '(measure(runtime="onnxruntime-int8"))'
-            )
+        found = [self._slowness] if self._slowness else []
         if not self.has_vnni:
             found.append(
                 "this processor has no VNNI instructions, so that weights have 7 bits and little "
@@ -123,10 +122,34 @@ class Int8:
             )
         return found
 
+    @property
+    def _slowness(self) -> str:
+        """Warning that the file is not faster than the one in float32; empty if it is."""
+        speed, way_on = self.speed, "serve the one in float32, or choose"
+        if speed is not None and speed.is_all:
+            what = (
+                f" ({speed.float32:.3g} ms): with eight bits wherever the error allows it takes "
+                f"{speed.everywhere:.3g} ms, so that all layers are computed in float32, with "
+                "weights stored in eight bits"
+            )
+            way_on = "choose"
+        elif self.times is not None and self.times.share * FASTER > 1:
+            what = f": {self.times}"
+        else:
+            return ""
+        return (
+            f"the int8 file is not faster than the one in float32{what}. The usual cause is narrow "
+            "layers, or operators that ONNX Runtime has in float32 only, with conversions around "
+            f"them: {way_on} widths by the times of int8 files "
+            '(measure(runtime="onnxruntime-int8"))'
+        )
+
     def __str__(self) -> str:
         parts = as_texts(self.errors, self.agreement)
         parts += [f"{k} {a:.4g} → {b:.4g}" for k, (a, b) in self.metrics.items()]
-        kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
+        kept = f"; in float32: {listed(self.kept, most=_NAMED)}" if self.kept else ""
+        if self.speed is not None and self.speed.chosen < self.speed.everywhere:
+            kept += f" (so {self.speed.everywhere:.3g} → {self.speed.chosen:.3g} ms)"
         bits = ", ".join(f"{path} {weight}/{read}" for path, (weight, read) in self.bits.items())
         parts += [f"bits of weights/inputs {bits}"] if bits else []
         if self.compensated is not None and self.is_compensated:
@@ -148,12 +171,14 @@ class Int8File(Derived):
         pieces: that the files are made of.
         compensate: whether weights that make up for the rounding are tried; see ``compensation``.
             Weights that were trained with fake quantization stay as they are.
+        fastest: whether layers that are faster in float32 are computed so; see ``fastest``. A
+            network that was trained with fake quantization has the layers of its training.
 
     Raises:
         UsageError: no data are given, the model is captured in parts, or the opset is too old.
     """
 
-    keyword, also, effort = "int8", ("compensate",), 15
+    keyword, also, effort = "int8", ("compensate", "fastest"), 20
     name = "int8"
 
     def __init__(
@@ -162,6 +187,7 @@ class Int8File(Derived):
         opset: int | None,
         pieces: Sequence[ExportedPart],
         compensate: bool = True,
+        fastest: bool = True,
     ) -> None:
         if isinstance(given, bool):
             raise UsageError("int8 takes inputs to calibrate with, such as the training data")
@@ -173,7 +199,8 @@ class Int8File(Derived):
                 "an int8 file has a scale for each output of a layer, which opset "
                 f"{opset} cannot say: give {FIRST_OPSET} or more, or leave opset out"
             )
-        self._given, self.opset, self._compensates = given, opset, compensate
+        self._given, self.opset = given, opset
+        self._compensates, self._is_fastest = compensate, fastest
 
     def write(self, proven: InFloat32, target: Path, data: Path) -> Int8:
         """Write the file of one in float32, and compare the two.
@@ -205,9 +232,7 @@ class Int8File(Derived):
                 made = quantized(onnx.load(str(path)), ranges, there)
                 method, search, seen = TRAINED, None, []
             else:
-                search = _searched(
-                    path, seen, comparison, Path(folder), compensates=self._compensates
-                )
+                search = self._searched(proven, seen, comparison, Path(folder))
                 made, method = search.made(), search.method
             del made.metadata_props[:]  # facts about the file in float32
             target.write_bytes(made.SerializeToString())
@@ -233,27 +258,30 @@ class Int8File(Derived):
             has_vnni=has_dot_products(),
             bits={} if ranges is None else ranges.by_layer,
             compensated=None if search is None else search.compensated,
+            speed=None if search is None else search.speed,
         )
         proven.describe(target, int8=json.dumps(about_it.to_dict()))
         return about_it
 
+    def _searched(
+        self, proven: InFloat32, seen: Sequence[Feed], comparison: Comparison, folder: Path
+    ) -> Search:
+        """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
+        with stage("calibrating the int8 file"):
+            quantizer = Quantizer.of(proven.path, seen, folder)
+        with stage("choosing what of it stays in float32"):
+            search = Search(quantizer, comparison, folder / "tried.onnx")
+            search.run()
+        if self._is_fastest:
+            with stage("timing what is faster in float32"):
+                search.keep_slow(one_example(proven.piece)[0], proven.threads)
+        if self._compensates:
+            with stage("making up for the rounding"):
+                search.compensate(seen)
+        return search
 
-DERIVED["int8"] = DERIVED["compensate"] = Int8File
 
-
-def _searched(
-    path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path, *, compensates: bool
-) -> Search:
-    """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
-    with stage("calibrating the int8 file"):
-        quantizer = Quantizer.of(path, seen, folder)
-    with stage("choosing what of it stays in float32"):
-        search = Search(quantizer, comparison, folder / "tried.onnx")
-        search.run()
-    if compensates:
-        with stage("making up for the rounding"):
-            search.compensate(seen)
-    return search
+DERIVED["int8"] = DERIVED["compensate"] = DERIVED["fastest"] = Int8File
 
 
 def _metrics(

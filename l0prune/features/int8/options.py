@@ -22,10 +22,21 @@ Compensated = Annotated[
         help="With --int8: adjust weights to make up for the rounding, where it helps.",
     ),
 ]
+Fastest = Annotated[
+    bool,
+    typer.Option(
+        "--fastest/--no-fastest",
+        help="With --int8: compute layers in float32 where that is faster.",
+    ),
+]
 
 
 def export(
-    examples: Callable[..., Any], *, int8: InInt8 = False, compensate_rounding: Compensated = True
+    examples: Callable[..., Any],
+    *,
+    int8: InInt8 = False,
+    compensate_rounding: Compensated = True,
+    fastest: Fastest = True,
 ) -> More | None:
     """Return what ``save_onnx`` is asked for, if the file is."""
     if not int8:
@@ -35,4 +46,4 @@ def export(
         from l0prune.features.int8.calibration import drawn  # loads torch
 
         found = drawn(found)
-    return More(onnx={"int8": found, "compensate": compensate_rounding})
+    return More(onnx={"int8": found, "compensate": compensate_rounding, "fastest": fastest})

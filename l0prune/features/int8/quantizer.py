@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, helper, numpy_helper
 
 from l0prune.capture.compat import replaced
 from l0prune.capture.threads import muted
 from l0prune.errors import L0pruneError, first_line, warn
 from l0prune.exporting.onnx.collect import processor_flags
 from l0prune.exporting.onnx.profile import owner_of
+from l0prune.features.int8.integer_forms import in_integers
 
 Feed = dict[str, np.ndarray[Any, Any]]
 """Inputs of one call of a file, by name."""
@@ -155,6 +156,7 @@ class Quantizer:
                 extra_options={},
             )
             quantizer.quantize_model()
+            in_integers(quantizer.model.model)
             return _in_order(quantizer.model.model)
 
 
@@ -288,6 +290,14 @@ def name_nodes(model: ModelProto) -> None:
         while node.name in taken:
             node.name += "_"
         taken.add(node.name)
+
+
+def read_by(node: NodeProto) -> Iterator[str]:
+    """Yield the names of the values that a node and its subgraphs read."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            yield from read_by(inner)
 
 
 def _ranges(

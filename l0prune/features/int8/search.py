@@ -11,7 +11,9 @@ from onnx import ModelProto
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.differences import Differences, Outputs, Pairs, differences
+from l0prune.exporting.onnx.times import Given
 from l0prune.features.int8.compensation import compensated
+from l0prune.features.int8.fastest import Fastest, Speed, with_small_weights
 from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
 _SMALL = 0.05  # an error up to which nothing is searched
@@ -95,6 +97,7 @@ class Search:
     Attributes:
         method: of calibration.
         kept: names of the operators and layers that stay in float32.
+        speed: the times that layers stay in float32 for; None where none were taken.
         costly: the layers that cost most, with the error of each alone.
         compensated: the error without and with weights that make up for the rounding; None where
             they were not tried.
@@ -108,11 +111,13 @@ class Search:
         self.kept: list[str] = []
         self.costly: list[tuple[str, float]] = []
         self.compensated: tuple[float, float] | None = None
+        self.speed: Speed | None = None
+        self._slow: list[str] = []
         self._better: ModelProto | None = None
 
     def made(self) -> ModelProto:
         """Return the chosen file."""
-        return self._better or self._quantizer.quantized(self.method, self._nodes)
+        return self._better or self._made(self._nodes)
 
     def run(self) -> None:
         """Choose the calibration method, then the operators and layers in float32."""
@@ -121,6 +126,28 @@ class Search:
         if error > _SMALL:
             self._keep_layers(error)
 
+    def keep_slow(self, given: Given, threads: int) -> None:
+        """Keep nodes in float32 where that is faster, with their weights stored in eight bits.
+
+        Args:
+            given: inputs of a call that is timed, in order.
+            threads: that it may use.
+        """
+        single, known = self._quantizer.model, {*_names(self._quantizer.nodes)} - {*self._nodes}
+        may = [node.name for node in single.graph.node if node.name in known]
+        folder = self._path.parent
+
+        def made(slow: Collection[str]) -> ModelProto:
+            return self._quantizer.quantized(self.method, [*self._nodes, *slow])
+
+        fastest = Fastest(single, made, may, given, threads, folder)
+        self._slow, self.speed = fastest.run()
+        layers = {n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())}
+        shown = [name for name in self._slow if name in layers] or self._slow
+        self.kept = list(dict.fromkeys((*self.kept, *map(self._quantizer.layer_of, shown))))
+        if self._slow:
+            self._choose_method()
+
     def compensate(self, feeds: Sequence[Feed]) -> None:
         """Use weights that compensate the rounding if they make the error smaller."""
         plain = self.made()
@@ -128,8 +155,14 @@ class Search:
         self.compensated = self._error_of(plain), self._error_of(better)
         self._better = better if self.compensated[1] < self.compensated[0] else plain
 
+    def _made(self, nodes: Collection[str], method: str = "") -> ModelProto:
+        """Return the file with these nodes in float32 beside those that are faster so."""
+        made = self._quantizer.quantized(method or self.method, [*nodes, *self._slow])
+        with_small_weights(made, self._slow)
+        return made
+
     def _error(self, nodes: Collection[str], method: str = "", calls: int | None = None) -> float:
-        return self._error_of(self._quantizer.quantized(method or self.method, nodes), calls)
+        return self._error_of(self._made(nodes, method), calls)
 
     def _error_of(self, model: ModelProto, calls: int | None = None) -> float:
         self._path.write_bytes(model.SerializeToString())

@@ -24,6 +24,7 @@ from l0prune.features.int8.calibration import (
     is_source,
     rows_in,
 )
+from l0prune.features.int8.fastest import Speed
 from l0prune.features.int8.file import Int8, Int8File
 from l0prune.features.int8.quantizer import (
     METHODS,
@@ -356,6 +357,14 @@ def test_what_is_not_gained_is_said():
     assert "without" not in str(replace(good, compensated=(0.025, 0.026)))
     slow = replace(good, times=replace(times, small=(1.99,) * 8))
     assert "not faster than the one in float32: 2 → 1.99 ms" in slow.warnings[0]
+    mixed = replace(good, kept=("stem",), times=None, speed=Speed(2.0, 2.5, 1.5))
+    assert mixed.warnings == []
+    assert "in float32: stem (so 2.5 → 1.5 ms)" in str(mixed)
+    single = replace(mixed, speed=Speed(2.0, 2.5, 2.0, is_all=True))
+    (text,) = single.warnings
+    assert "not faster than the one in float32 (2 ms): with eight bits wherever" in text
+    assert "takes 2.5 ms, so that all layers are computed in float32" in text
+    assert replace(single, times=times).warnings == [text]
     bad = replace(good, errors={"y": 0.3}, costly=(("stem", 0.2),), has_vnni=False)
     assert "no VNNI instructions" in bad.warnings[0]
     assert "change the outputs by 30%. The layers that cost most: stem (20%)" in bad.warnings[1]
