@@ -296,7 +296,8 @@ NETWORKS = {
     "chgnet": real_crystals.chgnet,
 }
 WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
-    "shrink": shrunk, "recover": recovered, "gates": with_gates, "finetune": finetuned, "whole": whole, "rivals": rivals,
+    "shrink": shrunk, "recover": recovered, "gates": with_gates, "finetune": finetuned,
+    "whole": whole, "rivals": rivals,
 }  # fmt: skip
 
 
