@@ -169,11 +169,6 @@ def recovered(judge: Judge) -> Iterator[Row]:
     yield from shrunk(judge, recover=learning(judge.real))
 
 
-def with_gates(judge: Judge) -> Iterator[Row]:
-    """By ``shrink`` with gates and weights that learn the network's own answers."""
-    yield from shrunk(judge, recover={**learning(judge.real), "learn": True})
-
-
 def learning(real: Real) -> dict[str, Any]:
     """Settings with which a network learns its own answers: few inputs take more epochs."""
     settings = {**LEARN, **real.finetune}
@@ -296,8 +291,7 @@ NETWORKS = {
     "chgnet": real_crystals.chgnet,
 }
 WAYS: dict[str, Callable[[Judge], Iterator[Row]]] = {
-    "shrink": shrunk, "recover": recovered, "gates": with_gates, "finetune": finetuned,
-    "whole": whole, "rivals": rivals,
+    "shrink": shrunk, "recover": recovered, "finetune": finetuned, "whole": whole, "rivals": rivals,
 }  # fmt: skip
 
 

@@ -62,6 +62,10 @@ class Tried(Protocol):
     def fidelity(self) -> Nearness:
         """Nearness of its outputs to the original's."""
 
+    @property
+    def observed(self) -> float | None:
+        """The measured share; None where it was not measured."""
+
 
 @dataclass
 class Outcome:

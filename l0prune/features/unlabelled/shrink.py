@@ -99,8 +99,7 @@ def shrink(
         recover: epochs in which the smaller network then learns the answers of the original one, or
             settings of ``finetune`` for that, as ``{"epochs": 8, "lr": 1e-3}``; undone where it
             ends farther away on held-out inputs. Under a tolerance networks that learn are cut out
-            of the smallest one that is within without. With ``"learn": True`` in the settings gates
-            are learned with the weights, in place of the division.
+            of the smallest one that is within without.
         round_to, target: see ``fit``.
         latency: a table of times for a budget or tolerance in latency, or a function that makes one
             of the gated model; one is measured where none is given.
@@ -155,17 +154,18 @@ def shrink(
             task = with_pseudo_labels(
                 inputs, model, device=device, held_out=held_out.batches, outputs=outputs
             )
-            given = {"lr": _RATE, "device": device, "seed": seed, "learn": False, **settings}
+            given = {"lr": _RATE, "device": device, "seed": seed, **settings}
             nearness = partial(held_out.nearness, model, work)
-            learn = partial(_recovered, found, task, nearness, given, widths["latency"])
-        cuts = Cuts(found, widths, learn, bool(settings.get("learn")))
+            learn = partial(_recovered, found, task, nearness, given)
+        cuts = Cuts(found, widths, learn)
         if allowed is not None:
             bounds = bounds_of(work, f"{spared}=1", widths["latency"])
             curve, best = smallest(cuts, allowed, bounds[0], judge)
             gates_of(work).asked = f"tolerance={allowed:g}", f"{spared}={best.share:.3f}"
         else:
-            before = cuts.cut(budget, learns=learn is not None)
-            if before is not None and before.is_useless and not allow_worse_than_mean:
+            before = cuts.cut(budget)
+            before = before if learn is None else learn()
+            if before.is_useless and not allow_worse_than_mean:
                 raise UsageError(_WORSE.format(before.uselessness))
     result = export(work)
     result.measure_rounding_of(users)
@@ -233,29 +233,20 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _recovered(
-    found: Calibration,
-    task: Task,
-    nearness: Callable[[], Fidelity],
-    settings: Mapping[str, Any],
-    latency: Source | None,
-    budget: LimitsLike | None,
+    found: Calibration, task: Task, nearness: Callable[[], Fidelity], settings: Mapping[str, Any]
 ) -> Fidelity:
-    """Let a network learn, with its gates if there is a budget; return its fidelity.
-
-    Without a budget the network is cut, and training is undone that ends farther away.
-    """
-    before, cut = held(found), None if budget is not None else nearness()
+    """Let a cut network learn, if it ends nearer than it was; return its fidelity."""
+    before, compensated = held(found), nearness()
     for _, tensor in named_tensors(found.root):  # of others, too, which stay as they are
         tensor.data = tensor.data.clone()
-    asked: dict[str, Any] = {} if budget is None else {"budget": budget, "latency": latency}
     with torch.enable_grad(), without_dropout(found.root):
-        run.finetune(found.root, task, **settings, **asked)
+        run.finetune(found.root, task, **{**settings, "learn": False})
     after = nearness()
-    if cut is None or after.error <= cut.error:
+    if after.error <= compensated.error:
         return after
     hold(found, before)
     warn(_UNDONE)
-    return cut
+    return compensated
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,35 +60,23 @@ class Cuts:
     Attributes:
         found: the network and its inputs.
         settings: of ``fit`` and of ``fit_and_compensate``.
-        learn: lets the cut network learn, or with a budget learns its gates, too; returns its
-            fidelity. None where nothing is trained.
-        learns_gates: whether gates are learned, where the network learns.
+        learn: lets the cut network learn, and returns its fidelity; None where nothing is trained.
     """
 
     found: Calibration
     settings: Mapping[str, Any]
-    learn: Callable[[LimitsLike | None], Fidelity] | None
-    learns_gates: bool = False
+    learn: Callable[[], Fidelity] | None
     _start: dict[str, Tensor] = field(init=False)
     _division: Division = field(init=False)
 
     def __post_init__(self) -> None:
         self._start, self._division = held(self.found), self.found.division()
 
-    def cut(self, budget: LimitsLike | None, *, learns: bool, **options: Any) -> Fidelity | None:
-        """Cut to a budget from where cuts start, and return the fidelity.
-
-        None if nothing is cut: by an inexact table of times the whole network is as fast.
-        """
+    def cut(self, budget: LimitsLike | None, **options: Any) -> Fidelity:
+        """Cut to a budget from where cuts start; return the fidelity to the network there."""
         hold(self.found, self._start)
-        if learns and self.learns_gates:
-            assert self.learn is not None
-            return self.learn(budget)
         asked = {**options, **self.settings}
-        after = fit_and_compensate(self.found, budget, self._division, **asked)[1].after
-        if bool(self.found.gates.open().all()):
-            return None
-        return self.learn(None) if learns and self.learn is not None else after
+        return fit_and_compensate(self.found, budget, self._division, **asked)[1].after
 
     def start_here(self) -> None:
         """Let the next cuts start from the present network.
@@ -128,9 +116,9 @@ def smallest(
         UsageError: no size that was tried is within the tolerance and smaller.
     """
     search = _Search(cuts, allowed, spared, judge)
-    search.run(learns=False)
+    search.run()
     if cuts.learn is not None:
-        search.run(learns=True)
+        search.run(cuts.learn)
     if search.best is None:
         raise UsageError(search.none_within())
     hold(cuts.found, search.best.tensors)
@@ -165,32 +153,32 @@ class _Search:
         self.tried: list[Step] = []
         self.best: _Within | None = None
 
-    def run(self, *, learns: bool) -> None:
+    def run(self, learn: Callable[[], Fidelity] | None = None) -> None:
         """Try ``TRIED`` shares below the smallest within so far."""
-        until, low = len(self.tried) + TRIED, math.log(_SMALLEST)
-        if learns and self.best is not None:
-            hold(self._cuts.found, self.best.tensors)
+        found, until = self._cuts.found, len(self.tried) + TRIED
+        low = math.log(_SMALLEST)
+        if learn is not None and self.best is not None:
+            hold(found, self.best.tensors)
             self._cuts.start_here()
         with counting(TRIED) as counter:
             while len(self.tried) < until and self._within - low > _CLOSE:
                 middle = (low + self._within) / 2
-                share = math.exp(max(middle, self._within - _FAR) if learns else middle)
-                budget = f"{self._measure}={share:.4f}"
+                share = math.exp(middle if learn is None else max(middle, self._within - _FAR))
                 try:
-                    after = self._cuts.cut(budget, learns=learns, observe=False)
+                    after = self._cuts.cut(f"{self._measure}={share:.4f}", observe=False)
                 except UsageError:  # no cut gets down to this share
                     low = math.log(share)
                     continue
-                if after is None:
+                if bool(found.gates.open().all()):  # by an inexact table it is as fast as a whole
                     self._within = math.log(share)
                     continue
-                step = self._step(share, after)
+                step = self._step(share, after if learn is None else learn())
                 counter.step()
                 if step.far > self._allowed:
                     low = math.log(share)
                     continue
                 self._within = math.log(share)
-                if learns and len(self.tried) < until:
+                if learn is not None and len(self.tried) < until:
                     self._cuts.start_here()
 
     def _step(self, share: float, after: Fidelity) -> Step:
