@@ -31,7 +31,7 @@ from l0prune.features.unlabelled.fidelity import (
     relative_error,
 )
 from l0prune.features.unlabelled.probes import beginning
-from l0prune.features.unlabelled.repair import Tandem
+from l0prune.features.unlabelled.repair import LARGEST, Tandem
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
@@ -167,9 +167,16 @@ class Calibration:
         if tandem.few:
             name, (rows, features) = max(tandem.few.items(), key=lambda each: each[1][1])
             warn(
-                f"layers had fewer samples than inputs ({len(tandem.few)} of them), {name} "
-                f"{rows:,} for {features:,}: weights could be repaired in part only. About "
+                f"layers had fewer samples than inputs, or hardly more ({len(tandem.few)} of "
+                f"them), {name} {rows:,} for {features:,}: weights could be repaired in part or "
+                "not at all. About "
                 f"{math.ceil(2 * features / rows)} times as many examples (samples) would do"
+            )
+        if tandem.large:
+            name, features = max(tandem.large.items(), key=lambda each: each[1])
+            warn(
+                f"layers of more than {LARGEST:,} inputs keep their weights ({len(tandem.large)} "
+                f"of them), {name} of {features:,}: repairing them would take too much memory"
             )
         if after > _NARROW * seen and after > _ERROR:
             warn(

@@ -19,6 +19,7 @@ from l0prune.features.unlabelled.compensate import (
     calibration,
 )
 from l0prune.features.unlabelled.division import PROBES
+from l0prune.features.unlabelled.repair import LARGEST
 from l0prune.features.unlabelled.shrink import TRIED, check_asked, gated_copy, is_empty
 from l0prune.gating.attaching import gates_of
 from l0prune.gating.bank import Gates
@@ -31,6 +32,7 @@ from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
 from l0prune.running.inputs import inputs_of
 from l0prune.running.task import batch_length
+from l0prune.selection.least_squares import precision
 
 _DOUBLE = 8  # bytes of a float64
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -108,6 +110,13 @@ class _Reader:
     def square(self) -> int:
         """Bytes of C in float64."""
         return self.features**2 * _DOUBLE
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the sums of products while the weight is fitted."""
+        if self.features > LARGEST:
+            return 0
+        return 6 * self.features**2 * precision(self.features).itemsize
 
 
 def _readers(plan: Plan, model: nn.Module) -> Iterator[_Reader]:
@@ -255,7 +264,7 @@ def forecast(
         alike = {(r.owner.rpartition(".")[0], r.features): r.square for r in of_axis}
         held[axis] = 3 * sum(alike.values())
     solving = max(
-        ((6 * r.square + 9 * r.features * r.outputs * _DOUBLE) for r in readers), default=0
+        ((r.moments + 9 * r.features * r.outputs * _DOUBLE) for r in readers), default=0
     )
     found = {
         "division": max(held.values(), default=0) + 3 * square + used * waiting,
