@@ -2,12 +2,12 @@
 
     python -m benchmarks.export [resnet50 vit_b_16 …] [--repeats 3] [--input 2x3x224x224]
     python -m benchmarks.export bert-base qwen3.5
-    python -m benchmarks.export unrolled@500 unrolled@2000 unrolled@8000 --repeats 1
+    python -m benchmarks.export unrolled@500 unrolled@2000 unrolled@8000 --repeats 1 --alone
 
 Each network has a process of its own; half of its gates are closed at random. Beside models of
 torchvision there are ``bert-base`` with 64 tokens, ``qwen3.5``: four narrow layers of its linear
 attention, and ``unrolled@N``: an MLP and a delta rule whose loop over tokens makes about N graph
-nodes. Printed for each, with the medians of CPU seconds (a busy machine changes those little):
+nodes. With ``--alone`` torch.onnx.export is not run. Printed for each, with the medians of CPU seconds (a busy machine changes those little):
 
     nodes                   of torch.export's graph
     survey_s, gate_s        l0prune.survey alone, and l0prune.gate, which surveys, too
@@ -50,18 +50,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="without torch.onnx.export")
     parser.add_argument("--input", default="x".join(map(str, SIZE)))
     parser.add_argument("--limit", type=int, default=3600, help="CPU seconds for one model")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "export.jsonl")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        repeats, size, name = options.one.split(":")
+        repeats, size, alone, name = options.one.split(":")
         shape = tuple(map(int, size.split("x")))
-        isolation.measure(name, steps(name, shape, int(repeats)))
+        isolation.measure(name, steps(name, shape, int(repeats), alone=bool(alone)))
         return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    how = f"{options.repeats}:{options.input}"
+    how = f"{options.repeats}:{options.input}:{'alone' if options.alone else ''}"
     isolation.run("benchmarks.export", options.out, how, options.models, options.limit, str)
 
 
@@ -124,7 +125,7 @@ def build(name: str, size: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
     return torchvision.models.get_model(name).eval(), torch.randn(size)
 
 
-def steps(name: str, size: tuple[int, ...], repeats: int) -> Iterator[Row]:
+def steps(name: str, size: tuple[int, ...], repeats: int, *, alone: bool) -> Iterator[Row]:
     """The rounds of one model, after one of a tiny one that loads what is loaded once."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
@@ -140,20 +141,24 @@ def steps(name: str, size: tuple[int, ...], repeats: int) -> Iterator[Row]:
         yield {"step": "rounds", "nodes": nodes, "weights_mib": round(weights, 2)}
         for _ in range(repeats):
             peaks: Row = {}
-            for side, used, peak in one_round(model, x, file):
+            for side, used, peak in one_round(model, x, file, alone=alone):
                 seconds.setdefault(f"{side}_s", []).append(used)
                 peaks[f"{side}_peak"] = round((peak - floor) / weights, 2)
             found = {each: round(statistics.median(of), 2) for each, of in seconds.items()}
             ours = found["export_s"] + found["save_onnx_s"]
-            found |= {"ratio": round(ours / found["onnx_s"], 2)}
+            if not alone:
+                found |= {"ratio": round(ours / found["onnx_s"], 2)}
             found |= {"gate_ratio": round(found["gate_s"] / found["capture_s"], 2)}
             yield found | peaks
 
 
-def one_round(model: nn.Module, x: Tensor, file: Path) -> Iterator[tuple[str, float, float]]:
+def one_round(
+    model: nn.Module, x: Tensor, file: Path, *, alone: bool = False
+) -> Iterator[tuple[str, float, float]]:
     """CPU seconds and the most memory (MiB) of each side; the model is as it was afterwards."""
     yield ("capture", *measured(lambda: torch.export.export(model, (x,), strict=False))[1:])
-    yield ("onnx", *measured(lambda: plain_onnx(model, x, file))[1:])
+    if not alone:
+        yield ("onnx", *measured(lambda: plain_onnx(model, x, file))[1:])
     yield ("survey", *measured(lambda: l0prune.survey(model, (x,)))[1:])
     yield ("gate", *measured(lambda: l0prune.gate(model, (x,)))[1:])
     close_half(model)
