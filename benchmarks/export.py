@@ -7,7 +7,8 @@
 Each network has a process of its own; half of its gates are closed at random. Beside models of
 torchvision there are ``bert-base`` with 64 tokens, ``qwen3.5``: four narrow layers of its linear
 attention, and ``unrolled@N``: an MLP and a delta rule whose loop over tokens makes about N graph
-nodes. With ``--alone`` torch.onnx.export is not run. Printed for each, with the medians of CPU seconds (a busy machine changes those little):
+nodes. With ``--alone`` torch.onnx.export is not run. Printed for each, with the medians of CPU
+seconds (a busy machine changes those little):
 
     nodes                   of torch.export's graph
     survey_s, gate_s        l0prune.survey alone, and l0prune.gate, which surveys, too
