@@ -24,8 +24,7 @@ def test_a_model_without_values_has_the_same_bytes_and_times_by_its_products():
         (each.name, each.bytes) for each in real.steps[1:]
     ]
     for one, other in zip(real.steps, empty.steps, strict=True):
-        assert other.seconds == pytest.approx(one.seconds, rel=20)
-        assert other.seconds > 0
+        assert one.seconds / 50 < other.seconds < 50 * one.seconds
     assert "minutes" in str(real)
     assert "minutes" in str(empty)
     assert real.examples == empty.examples == 60
