@@ -22,6 +22,11 @@ the weights then learn for three epochs from the labels, and each row has the er
     python -m benchmarks.shrink --zoo transformers [--macs 0.8]
 
 shrinks each network of a zoo by random inputs instead: its certificate, and how near it stayed.
+
+    python -m benchmarks.shrink --images mobilenet_v2 resnet50 --macs 0.5
+
+shrinks networks of torchvision with random weights by 256 random images of 224², and prints the
+CPU seconds of each stage (a busy machine changes those little), and of all of it.
 """
 
 from __future__ import annotations
@@ -30,11 +35,13 @@ import copy
 import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import torchvision
 from torch import nn
 from torchvision.models import VisionTransformer
 
@@ -43,6 +50,7 @@ from benchmarks import zoo
 from benchmarks.runner import CHECKPOINTS, One, Some, options, published
 from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.data.dataset import Tensors
+from l0prune.features.unlabelled.compensate import Calibration
 from l0prune.files.consent import RECIPES
 
 EXAMPLES, EPOCHS = 512, 20
@@ -53,7 +61,12 @@ def main(argv: list[str] | None = None) -> None:
     args = options(
         __doc__, argv, threads=None, network=One(NETWORKS), macs=[0.7, 0.5, 0.39],
         ways=Some(WAYS), seed=0, train=(0, "epochs"), lr=1e-3, zoo=(str, " or ".join(zoo.ZOOS)),
+        images=([str], "networks of torchvision"),
     )  # fmt: skip
+    if args.images:
+        for name in args.images:
+            images_row(name, args.macs[0])
+        return
     if args.zoo:
         for name in zoo.names(args.zoo):
             zoo_row(args.zoo, name, args.macs[0])
@@ -92,6 +105,37 @@ def zoo_row(of: str, name: str, share: float) -> None:
         return
     apart = max(check.error for check in found.certificate.checks)
     print(json.dumps({**row, "certificate": apart, "left": str(found.fidelity)}), flush=True)
+
+
+def images_row(name: str, share: float) -> None:
+    """Shrink a network by random images, and print the CPU seconds of its parts."""
+    torch.manual_seed(0)
+    model, images = torchvision.models.get_model(name).eval(), torch.randn(256, 3, 224, 224)
+    row, begun = {"network": name, "macs": share}, time.process_time()
+    with timed(Calibration, "division", row), timed(Calibration, "compensate", row):
+        found = l0prune.shrink(
+            model, images, f"macs={share}", batch_size=32, allow_worse_than_mean=True
+        )
+    row["seconds"] = round(time.process_time() - begun, 1)
+    print(json.dumps({**row, "left": str(found.fidelity)}), flush=True)
+
+
+@contextmanager
+def timed(owner: Any, name: str, row: dict[str, Any]) -> Iterator[None]:
+    """Add the CPU seconds that a method takes within the context to a row."""
+    whole = getattr(owner, name)
+
+    def method(*args: Any) -> Any:
+        begun = time.process_time()
+        found = whole(*args)
+        row[name] = round(row.get(name, 0) + time.process_time() - begun, 1)
+        return found
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, whole)
 
 
 def alike(example: Any) -> Any:

@@ -8,6 +8,7 @@ another factorisation, variables are split until both sides agree. Sizes only sh
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -270,8 +271,8 @@ class Solver:
                     var.binding = found
                 return found
             case Cat(parts):
-                news = [self.resolve(p) for p in parts]
-                same = all(a is b for a, b in zip(news, parts, strict=True))
+                news = self._flat(parts)
+                same = len(news) == len(parts) and all(map(operator.is_, news, parts))
                 return expr if same else cat(news)
             case Prod(factors):
                 news = [self.resolve(f) for f in factors]
@@ -280,6 +281,22 @@ class Solver:
             case Pick(base, index):
                 new = self.resolve(base)
                 return expr if new is base else pick(new, index)
+
+    def _flat(self, parts: Iterable[Expr]) -> list[Expr]:
+        """Return resolved parts of a concatenation, those of inner concatenations in their place.
+
+        A loop: where a dim meets itself shifted by one, its parts are nested as deep as it is long.
+        """
+        found, waiting = [], list(parts)[::-1]
+        while waiting:
+            part = waiting.pop()
+            while isinstance(part, Var) and part.binding is not None:
+                part = part.binding
+            if isinstance(part, Cat):
+                waiting += part.parts[::-1]
+            else:
+                found.append(self.resolve(part))
+        return found
 
     def pin(self, expr: Expr, text: str) -> None:
         """Forbid cutting any variable of the expression, for the reason given."""

@@ -18,10 +18,22 @@ from torch import Tensor
 
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
+_WIDE = 5120  # features above which products are in single precision
+
+
+def precision(features: int) -> torch.dtype:
+    """Return the dtype in which products of so many features are summed and solved.
+
+    Single precision bounds the memory of wide layers; with centred values and the strengths that
+    are tried for them it suffices.
+    """
+    return torch.float64 if features <= _WIDE else torch.float32
 
 
 class Moments:
-    """Sums over samples of x and y, float64.
+    """Means of x and y over samples, and sums of products of what differs from the means.
+
+    Means are float64, products as ``precision`` says.
 
     Shape: x (groups, rows, features), y (groups, rows, outputs).
 
@@ -39,56 +51,76 @@ class Moments:
 
         Products are of centred values, so that single precision suffices.
         """
-        count = x.shape[1]
-        mean_x, mean_y = (each.mean(1, dtype=torch.float64) for each in (x, y))
-        x, y = x.float() - mean_x.float()[:, None], y.float() - mean_y.float()[:, None]
-        self.count += count
-        self.x, self.y = self.x + count * mean_x, self.y + count * mean_y
-        self.xx = self.xx + (x.mT @ x).double() + count * mean_x[:, :, None] * mean_x[:, None]
-        self.xy = self.xy + (x.mT @ y).double() + count * mean_x[:, :, None] * mean_y[:, None]
-        if self._is_basis:
-            self.yy = self.yy + (y.mT @ y).double() + count * mean_y[:, :, None] * mean_y[:, None]
+        more = Moments()
+        more.count = x.shape[1]
+        more.x, more.y = (each.mean(1, dtype=torch.float64) for each in (x, y))
+        x, y = x.float() - more.x.float()[:, None], y.float() - more.y.float()[:, None]
+        dtype = precision(x.shape[2])
+        more.xx, more.xy = (x.mT @ x).to(dtype), (x.mT @ y).to(dtype)
+        more.yy = (y.mT @ y if self._is_basis else y.square().sum(1)).to(dtype)
+        self._merge(more)
+
+    def _merge(self, more: Moments) -> None:
+        """Count the samples of other moments, too; their products are overwritten."""
+        if not self.count:
+            self.count = more.count
+            for name in ("x", "y", "xx", "xy", "yy"):
+                setattr(self, name, getattr(more, name))
+            return
+        if not more.count:
+            return
+        both = self.count + more.count
+        apart_x, apart_y = more.x - self.x, more.y - self.y
+        weighted = self.count * more.count / both * apart_x
+        _add_outer(self.xx.add_(more.xx), weighted, apart_x)
+        _add_outer(self.xy.add_(more.xy), weighted, apart_y)
+        if self.yy.dim() == 3:
+            _add_outer(self.yy.add_(more.yy), self.count * more.count / both * apart_y, apart_y)
         else:
-            self.yy = self.yy + y.square().sum(1).double() + count * mean_y.square()
+            self.yy.add_(more.yy).add_(self.count * more.count / both * apart_y.square())
+        self.x = self.x + more.count / both * apart_x
+        self.y = self.y + more.count / both * apart_y
+        self.count = both
 
     def through(self, weight: Tensor, bias: Tensor | None) -> Moments:
         """Return the moments of x and ``y @ weight + bias`` from these of x and y.
 
         Shape: weight (groups, outputs, further), bias (groups, further).
         """
-        result = Moments()
+        result, to = Moments(), weight.to(self.xy)
         result.count, result.x, result.xx = self.count, self.x, self.xx
-        result.y, result.xy = (self.y[:, None] @ weight)[:, 0], self.xy @ weight
-        result.yy = ((self.yy @ weight) * weight).sum(1)
-        if bias is not None:
-            result.yy = result.yy + 2 * result.y * bias + self.count * bias.square()
-            result.xy = result.xy + self.x[:, :, None] * bias[:, None]
-            result.y = result.y + self.count * bias
+        result.xy, result.yy = self.xy @ to, ((self.yy @ to) * to).sum(1)
+        result.y = (self.y[:, None] @ weight)[:, 0] + (0 if bias is None else bias)
         return result
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of the samples of both."""
         both = Moments()
-        both.count = self.count + other.count
-        for name in ("x", "y", "xx", "xy", "yy"):
-            setattr(both, name, getattr(self, name) + getattr(other, name))
+        for each in (self, other):
+            part = Moments()
+            part.count, part.x, part.y = each.count, each.x, each.y
+            part.xx, part.xy, part.yy = (p.clone() for p in (each.xx, each.xy, each.yy))
+            both._merge(part)
         return both
 
     def bias(self, weight: Tensor) -> Tensor:
         """Return the best bias beside a weight, μ_y − μ_x W."""
-        return (self.y - (self.x[:, None] @ weight)[:, 0]) / self.count
+        return self.y - (self.x[:, None] @ weight.to(self.x))[:, 0]
 
     def about(self, *, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return C_xx, C_xy and the diagonal of C_yy, about the mean or about zero."""
-        count = self.count
+        xx, xy, yy = (each / self.count for each in (self.xx, self.xy, self.yy))
         if not mean:
-            return self.xx / count, self.xy / count, self.yy / count
-        x, y = self.x / count, self.y / count
-        return (
-            self.xx / count - x[:, :, None] * x[:, None],
-            self.xy / count - x[:, :, None] * y[:, None],
-            self.yy / count - y.square(),
-        )
+            _add_outer(xx, self.x, self.x)
+            _add_outer(xy, self.x, self.y)
+            if yy.dim() < 3:
+                yy += self.y.square()
+        return xx, xy, yy
+
+
+def _add_outer(to: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the outer products of vectors, group by group, to matrices."""
+    to.baddbmm_(left[:, :, None].to(to), right[:, None].to(to))
 
 
 def left_of(about: tuple[Tensor, Tensor, Tensor], weight: Tensor) -> Tensor:
@@ -141,8 +173,9 @@ def solve(
         held: held-out moments, which choose the strength of the regularisation towards ``prior``.
         prior: W₀, shape (groups, features, outputs).
 
-    Shape: everything float64.
+    The result is in the dtype of the products.
     """
+    prior = prior.to(seen.xx)
     about = held.about(mean=has_bias)
     scale = about[2].clamp(min=1e-30)
 

@@ -207,3 +207,13 @@ def test_chains_longer_than_the_stack_are_resolved():
     for first, second in pairwise(links):
         solver.unify(first, second)
     assert solver.resolve(links[0]) is solver.resolve(links[-1])
+
+
+def test_a_long_dim_that_meets_itself_shifted_is_followed():
+    solver = Solver()
+    x = solver.fresh(3000)
+    first, _ = solver.split(x, 2999)
+    _, last = solver.split(x, 1)
+    solver.unify(first, last)
+    assert alive(solver, x, close_something(solver, x)) == [True] * 3000
+    solver.pin(x, "it is read place by place")

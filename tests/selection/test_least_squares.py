@@ -1,5 +1,6 @@
 import torch
 
+from l0prune.selection import least_squares
 from l0prune.selection.least_squares import Moments, solve
 
 
@@ -104,3 +105,22 @@ def test_a_singular_matrix_and_a_dead_group_keep_the_prior():
     torch.testing.assert_close(
         x[:1] @ found.weight[:1] + found.bias[:1, None], y[:1], atol=1e-3, rtol=0
     )
+
+
+def test_wide_layers_are_solved_in_single_precision_far_from_zero(monkeypatch):
+    x, y = data(3, rows=4000)
+    x, prior = x + 200, torch.zeros(2, 5, 3)
+    held = x[:, ::4], y[:, ::4]
+    exact = solve(moments(x, y), moments(*held), prior.double(), has_bias=True)
+    monkeypatch.setattr(least_squares, "_WIDE", 4)
+    seen = moments(x, y)
+    assert seen.xx.dtype == seen.xy.dtype == torch.float32
+    found = solve(seen, moments(*held), prior, has_bias=True)
+    assert found.weight.dtype == torch.float32
+    torch.testing.assert_close(found.weight.double(), exact.weight, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.bias, exact.bias, rtol=1e-3, atol=1e-3)
+    left = y - x @ found.weight.double() - found.bias[:, None]
+    assert float(left.mean(1).abs().max()) < 0.01
+    basis = moments(x, y, is_basis=True)
+    through = basis.through(torch.randn(2, 3, 7).double(), None)
+    assert through.xy.dtype == torch.float32

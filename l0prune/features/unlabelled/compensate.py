@@ -31,13 +31,14 @@ from l0prune.features.unlabelled.fidelity import (
     relative_error,
 )
 from l0prune.features.unlabelled.probes import beginning
-from l0prune.features.unlabelled.repair import Tandem
+from l0prune.features.unlabelled.repair import LARGEST, Tandem
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.multiplying import along
 from l0prune.plan.cost import cost_of
 from l0prune.plan.numbers import check_whole
+from l0prune.plan.plan import Plan
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import stage
 from l0prune.running.batches import Batch, call
@@ -49,7 +50,7 @@ from l0prune.running.task import batch_length
 
 _FEWEST = 3  # batches
 _NARROW, _ERROR = 2.0, 0.02  # warn above: held-out over fitted error, and held-out error
-_WORK, _FEWEST_PROBES = 1e12, 64  # multiply-adds for all axes, but with so many outputs at least
+_WORK, _FEWEST_PROBES = 1e12, 16  # multiply-adds for all axes, but with so many outputs at least
 JUDGED = 5  # one batch in so many is held out to measure the gain
 SAMPLES, BATCH_SIZE = 512, 64
 
@@ -167,9 +168,16 @@ class Calibration:
         if tandem.few:
             name, (rows, features) = max(tandem.few.items(), key=lambda each: each[1][1])
             warn(
-                f"layers had fewer samples than inputs ({len(tandem.few)} of them), {name} "
-                f"{rows:,} for {features:,}: weights could be repaired in part only. About "
+                f"layers had fewer samples than inputs, or hardly more ({len(tandem.few)} of "
+                f"them), {name} {rows:,} for {features:,}: weights could be repaired in part or "
+                "not at all. About "
                 f"{math.ceil(2 * features / rows)} times as many examples (samples) would do"
+            )
+        if tandem.large:
+            name, features = max(tandem.large.items(), key=lambda each: each[1])
+            warn(
+                f"layers of more than {LARGEST:,} inputs keep their weights ({len(tandem.large)} "
+                f"of them), {name} of {features:,}: repairing them would take too much memory"
             )
         if after > _NARROW * seen and after > _ERROR:
             warn(
@@ -203,14 +211,19 @@ class Calibration:
             parts = [beginning(self.root, each, PROBES, self.gates.outputs) for each in given]
             if all(part is not None for part in parts):
                 return self.used[count:], parts
-        work = len(plan.axes) * cost_of(plan).dense_amount("macs")
-        needed = min(PROBES, max(_FEWEST_PROBES, int(_WORK / max(work, 1))))
+        needed = examples_compared(plan)
         if self.classes.are_scores:
             needed = math.ceil(needed / places)
         if needed < length:
             return self.used[1:], [Batch(first, None).head(needed).inputs]
         count = min(math.ceil(needed / length), max(1, len(self.used) // 3))
         return self.used[count:], self.used[:count]
+
+
+def examples_compared(plan: Plan) -> int:
+    """Return the number of examples whose outputs a division compares, each of one answer."""
+    work = len(plan.axes) * cost_of(plan).dense_amount("macs")
+    return min(PROBES, max(_FEWEST_PROBES, int(_WORK / max(work, 1))))
 
 
 @contextmanager

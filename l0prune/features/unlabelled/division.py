@@ -242,9 +242,9 @@ class _Inputs:
             return None
         del self._moments[view]
         self._covariance, of_held = (
-            each.about(mean=reader.has_bias)[0].cpu() for each in (seen, held)
+            each.about(mean=reader.has_bias)[0].cpu().double() for each in (seen, held)
         )
-        mean = (seen.x / seen.count).cpu() * reader.has_bias
+        mean = seen.x.cpu() * reader.has_bias
         bare = self._of(reads[0], self._covariance, mean, places)
         self._last = replace(bare, inverse=self._inverse(bare.weight, of_held))
         self._fed = fed if reader.calls == 1 else []

@@ -1,9 +1,10 @@
-"""Memory and time that ``shrink`` will take, from the plan and one timed forward."""
+"""Memory and time that ``shrink`` will take, from the plan and a few timed operators."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -11,14 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from l0prune.capture.capture import capture
+from l0prune.capture.compat import pytree
+from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.features.unlabelled.compensate import (
     BATCH_SIZE,
     JUDGED,
     SAMPLES,
-    Calibration,
     calibration,
+    examples_compared,
 )
 from l0prune.features.unlabelled.division import PROBES
+from l0prune.features.unlabelled.repair import LARGEST
 from l0prune.features.unlabelled.shrink import check_asked, gated_copy, is_empty
 from l0prune.features.unlabelled.within import TRIED
 from l0prune.gating.attaching import gates_of
@@ -30,12 +35,15 @@ from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.numbers import in_thousands
 from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
+from l0prune.running.criteria import class_dim as usual_class_dim
 from l0prune.running.inputs import inputs_of
 from l0prune.running.task import batch_length
+from l0prune.selection.least_squares import precision
+from l0prune.selection.score_input import output_tensor
 
 _DOUBLE = 8  # bytes of a float64
 _UNITS = ("B", "kB", "MB", "GB", "TB")
-_MATRIX = 512  # rows of the products that are timed
+_MATRIX, _TIMED = 512, 3  # rows of the products that are timed, and how often
 _STRENGTHS = 10  # systems that are solved for each weight
 
 
@@ -46,12 +54,12 @@ class Foreseen:
     Attributes:
         name: of the step.
         bytes: the most that it holds beside the model, about.
-        seconds: None where nothing can be timed, as for a model on the meta device.
+        seconds: on this machine.
     """
 
     name: str
     bytes: int
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +88,16 @@ class Forecast:
     def __str__(self) -> str:
         """Return a line for each step."""
         lines = [
-            f"{each.name:<14}{in_thousands(each.bytes, _UNITS):>10}"
-            + ("" if each.seconds is None else f"{each.seconds:>10.0f} s")
+            f"{each.name:<14}{in_thousands(each.bytes, _UNITS):>10}{each.seconds:>10.0f} s"
             for each in self.steps
         ]
-        total = [each.seconds for each in self.steps if each.seconds is not None]
-        took = f", about {sum(total) / 60:.1f} minutes" if total else ""
+        took = sum(each.seconds for each in self.steps) / 60
         return "\n".join(
             [
                 f"{self.examples} inputs; weights of {in_thousands(self.weights, _UNITS)}",
                 *lines,
-                f"at most {in_thousands(self.peak, _UNITS)} beside the model{took}",
+                f"at most {in_thousands(self.peak, _UNITS)} beside the model, about {took:.1f} "
+                "minutes on this machine",
             ]
         )
 
@@ -109,6 +116,13 @@ class _Reader:
     def square(self) -> int:
         """Bytes of C in float64."""
         return self.features**2 * _DOUBLE
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the sums of products while the weight is fitted."""
+        if self.features > LARGEST:
+            return 0
+        return 6 * self.features**2 * precision(self.features).itemsize
 
 
 def _readers(plan: Plan, model: nn.Module) -> Iterator[_Reader]:
@@ -161,26 +175,29 @@ class Speed:
     tries: int
 
     @classmethod
-    def of(cls, found: Calibration, gating: float, tries: int) -> Speed:
-        """Time a forward of a batch, and products of matrices."""
-        batch = found.used[0]
-        with torch.no_grad():
-            call(found.root, batch)
-            forward = _seconds(lambda: call(found.root, batch)) / batch_length(batch, None)
-        single, double = (
-            torch.rand(_MATRIX, _MATRIX, dtype=d) for d in (torch.float32, torch.double)
-        )
-        flops = 2 * _MATRIX**3
-        return cls(
-            forward,
-            flops / _seconds(lambda: single @ single),
-            flops / _seconds(lambda: double @ double),
-            gating,
-            tries,
-        )
+    def of(cls, model: nn.Module, batch: Any, plan: Plan, gating: float, tries: int) -> Speed:
+        """Time a forward of a batch, and products of matrices.
+
+        The forward of a model without values takes the time of products in its dtype.
+        """
+        if is_empty(model):
+            dtype = next(each.dtype for each in model.parameters() if each.is_meta)
+            macs = cost_of(plan).dense_amount("macs")
+            forward = 2 * macs / _products(dtype)
+        else:
+            with torch.no_grad():
+                call(model, batch)
+                forward = _seconds(lambda: call(model, batch)) / batch_length(batch, None)
+        return cls(forward, _products(torch.float32), _products(torch.double), gating, tries)
 
 
-def _seconds(work: Any) -> float:
+def _products(dtype: torch.dtype) -> float:
+    """Return the operations a second of products of matrices on the CPU."""
+    matrix = torch.rand(_MATRIX, _MATRIX).to(dtype)
+    return 2 * _MATRIX**3 / min(_seconds(lambda: matrix @ matrix) for _ in range(_TIMED))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return max(time.perf_counter() - start, 1e-9)
@@ -202,7 +219,7 @@ def foresee(
 ) -> Forecast:
     """Return the memory and time that ``shrink`` would take; see there for the arguments.
 
-    The model is gated, and some operators are timed. On the meta device nothing is.
+    The model is gated, and some operators are timed. It may be on the meta device.
     """
     check_asked(budget, tolerance, measure)
     start = time.perf_counter()
@@ -218,19 +235,38 @@ def foresee(
         batches = inputs_of(inputs, samples, batch_size, torch.device("cpu"), seed)
         lengths = [batch_length(*batch) for batch in batches]
         judged = sum(lengths[::JUDGED])
-        counts = sum(lengths) - judged, judged, min(sum(lengths) - judged, PROBES)
-        return forecast(work, gates_of(work), counts, share, None)
+        used = sum(lengths) - judged
+        plan = gates_of(work).plan
+        probes = min(used / 3, _compared(model, inputs, plan, class_dim))
+        speed = Speed.of(work, None, plan, gating_took, tries)
+        return forecast(work, gates_of(work), (used, judged, probes), share, speed)
     with calibration(work, inputs, samples, batch_size, device, seed, class_dim) as found:
         used, judged, probes = (
             sum(batch_length(each, None) for each in batches)
             for batches in (found.used, found.judged, found.divided()[1])
         )
-        speed = Speed.of(found, gating_took, tries)
+        speed = Speed.of(found.root, found.used[0], found.gates.plan, gating_took, tries)
         return forecast(work, found.gates, (used, judged, probes), share, speed)
 
 
+def _compared(model: nn.Module, inputs: Any, plan: Plan, asked: int | None) -> float:
+    """Return the examples whose outputs are compared, by the shape of a model without values."""
+    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), 0))
+    batch = map_tensors(first, lambda tensor: tensor.to("meta") if tensor.dim() else tensor)
+    program = capture(model, *as_arguments(batch)).program
+    made = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    leaves = [made.get(name) for name in program.graph_signature.user_outputs]
+    outputs = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+    scores, needed = output_tensor(outputs), examples_compared(plan)
+    dim = usual_class_dim(outputs) if asked is None else asked
+    if dim is None or scores.dim() < 2:
+        return needed
+    places = scores.numel() / scores.shape[dim] / batch_length(first, None)
+    return PROBES / places if places > PROBES else math.ceil(needed / places)
+
+
 def forecast(
-    model: nn.Module, gates: Gates, counts: tuple[int, int, int], share: float, speed: Speed | None
+    model: nn.Module, gates: Gates, counts: tuple[float, float, float], share: float, speed: Speed
 ) -> Forecast:
     """Return the memory and time of ``shrink``.
 
@@ -240,7 +276,7 @@ def forecast(
         counts: examples that weights are fitted to, that are held out, and that outputs are
             compared on in the division.
         share: part of the parameters that stays.
-        speed: None where nothing can be timed.
+        speed: of this machine.
     """
     used, judged, probes = counts
     plan = gates.plan
@@ -255,31 +291,28 @@ def forecast(
         of_axis = [each for each in readers if axis in each.axes]
         alike = {(r.owner.rpartition(".")[0], r.features): r.square for r in of_axis}
         held[axis] = 3 * sum(alike.values())
-    solving = max(
-        ((6 * r.square + 9 * r.features * r.outputs * _DOUBLE) for r in readers), default=0
-    )
+    solving = max(((r.moments + 9 * r.features * r.outputs * _DOUBLE) for r in readers), default=0)
     found = {
         "division": max(held.values(), default=0) + 3 * square + used * waiting,
         "compensation": weights + 2 * used * waiting + solving,
         "export": weights + share * weights + 3 * tensor,
     }
-    seconds = dict[str, float | None].fromkeys(found)
-    if speed is not None:
-        evaluated = len(plan.axes) * probes  # two widths, half of a forward each
-        squares = sum(2 * r.rows * used * r.features**2 for r in readers)
-        across = sum(2 * r.rows * used * r.features * min(r.outputs, r.features) for r in readers)
-        cubes = sum(r.features**3 for r in readers)
-        solved = sum(2 * r.features**2 * r.outputs for r in readers)
-        seconds["division"] = (
-            (used + evaluated) * speed.forward
-            + squares / speed.products
-            + 4 * cubes / speed.solutions
-        )
-        seconds["compensation"] = speed.tries * (
+    evaluated = len(plan.axes) * probes  # two widths, half of a forward each
+    squares = sum(2 * r.rows * used * r.features**2 for r in readers)
+    across = sum(2 * r.rows * used * r.features * min(r.outputs, r.features) for r in readers)
+    cubes = sum(r.features**3 for r in readers)
+    solved = sum(2 * r.features**2 * r.outputs for r in readers)
+    seconds = {
+        "division": (used + evaluated) * speed.forward
+        + squares / speed.products
+        + 4 * cubes / speed.solutions,
+        "compensation": speed.tries
+        * (
             (2 * used + 4 * judged) * speed.forward
             + (squares + across) / speed.products
             + _STRENGTHS * (cubes / 3 + 2 * solved) / speed.solutions
-        )
-        seconds["export"] = speed.gating
+        ),
+        "export": speed.gating,
+    }
     steps_ = tuple(Foreseen(name, int(most), seconds[name]) for name, most in found.items())
-    return Forecast(weights, used + judged, steps_)
+    return Forecast(weights, int(used + judged), steps_)

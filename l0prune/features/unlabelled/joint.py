@@ -78,10 +78,15 @@ def _errors(parts: Sequence[Part], flat: Tensor) -> list[float]:
     """Return the part of the held-out outputs' variance that each product leaves as error."""
     found = []
     for part in parts:
-        about = part.held.about(mean=part.has_bias)
+        about = _about(part, part.held)
         left = left_of(about, flat[part.index]).clamp(min=0).sum()
         found.append(float(left / about[2].sum().clamp(min=1e-30)))
     return found
+
+
+def _about(part: Part, moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    xx, xy, yy = moments.about(mean=part.has_bias)
+    return xx.double(), xy.double(), yy.double()
 
 
 class _Quadratic:
@@ -92,7 +97,7 @@ class _Quadratic:
         self._terms = list[tuple[Tensor, Tensor]]()
         self._slope, self._diagonal = torch.zeros_like(prior), torch.zeros_like(prior)
         for part, moments in parts:
-            c_xx, c_xy, c_yy = moments.about(mean=part.has_bias)
+            c_xx, c_xy, c_yy = _about(part, moments)
             scale = c_yy.sum().clamp(min=1e-30)
             self._terms.append((part.index, c_xx / scale))
             self._add(self._slope, part.index, c_xy / scale)

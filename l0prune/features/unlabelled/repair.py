@@ -32,13 +32,13 @@ from l0prune.features.unlabelled.uses import norm_of, uses_of
 from l0prune.gating.multiplying import along
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import counting, steps
-from l0prune.selection.least_squares import Moments, Solution, solve
+from l0prune.selection.least_squares import Moments, Solution, precision, solve
 from l0prune.selection.matrices import by_channel
 
 _ROWS, _FEW_ROWS = 1 << 19, 1 << 16  # of one layer, at most, and where features are few: …
 _ENOUGH = 32  # … rows for each feature. Neighbouring positions of maps are much alike
-_LARGEST = 5120  # most features for a full covariance, …
-_FOR_EACH = 2  # … with so many rows for each
+LARGEST = 1 << 14  # most features for a full covariance, …
+_FOR_EACH, _LARGEST_OF_FEW = 2, 1280  # … or so many, without so many rows for each
 _HELD = 4  # one batch in so many is held out to choose the damping
 _PASSES = 2  # where several products read one weight
 
@@ -49,7 +49,8 @@ class Tandem:
     Attributes:
         layers: by the name of each weight that was changed, the part of its outputs' variance that
             is left as error.
-        few: layers with fewer samples than features, by name: number of both.
+        few: layers with few samples for their features, by name: number of both.
+        large: layers with too many features for a full covariance, by name: their number.
     """
 
     def __init__(self, dense: nn.Module, cut: nn.Module, plan: Plan, kept: Tensor) -> None:
@@ -58,6 +59,7 @@ class Tandem:
         self.norms: dict[tuple[str, ...], _Statistics] = {}
         self.layers: dict[str, float] = {}
         self.few: dict[str, tuple[int, int]] = {}
+        self.large: dict[str, int] = {}
 
     def run(self, batches: Sequence[Any]) -> dict[str, float]:
         """Refit the cut network's weights, and return the remaining error of each layer."""
@@ -122,10 +124,10 @@ class Tandem:
         layer = _Layer(self, reader, *pairs[0], len(pairs))
         fit.is_possible &= layer.can_change
         fit.is_needed |= layer.has_to_change(pairs)
+        if fit.is_needed:
+            self._tell_of(layer)
         if not fit.is_possible or not (fit.is_needed or fit.calls or fit.layers):
             return
-        if fit.is_needed and layer.places == 1 and layer.rows < len(layer.features):
-            self.few[reader.name] = layer.rows, len(layer.features)
         seen, held = fit.moments.setdefault(view, (layer.moments(), layer.moments()))
         for number, (dense, cut) in enumerate(pairs):
             layer.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs), number)
@@ -135,6 +137,14 @@ class Tandem:
                 error = fit.change()
                 self.layers[reader.name] = max(error, self.layers.get(reader.name, 0.0))
             del fits[key]  # and the activations that its layers hold
+
+    def _tell_of(self, layer: _Layer) -> None:
+        """Note a layer that cannot be repaired as well as others."""
+        features, name = len(layer.features), layer.reader.name
+        if layer.is_left_out and features > LARGEST:
+            self.large[name] = features
+        elif layer.is_left_out or (layer.places == 1 and layer.rows < features):
+            self.few[name] = layer.rows, features
 
     def _note(self, operator: Any, args: tuple[Any, ...], _: Any) -> None:
         norm = norm_of(operator, args, self.of_cut)
@@ -238,7 +248,8 @@ class _Layer:
         self.tandem, self.reader, self.dense, self.read = tandem, reader, dense, read
         self.whole = tandem.of_cut.tensors[reader.name]
         plan, alive = tandem.plan, torch.ones((), dtype=torch.bool)
-        for dim, layout in enumerate(plan.tensors[plan.aliases.get(reader.name, reader.name)]):
+        self.layouts = plan.tensors[plan.aliases.get(reader.name, reader.name)]
+        for dim, layout in enumerate(self.layouts):
             alive = alive & along(self.whole, plan.mask(layout, tandem.kept), dim)
         alive = along_reads(alive, read.view, reader.matrix, self.whole)
         self.features = alive.any(0).any(1).nonzero().flatten()
@@ -248,10 +259,19 @@ class _Layer:
         self.is_wide = outputs > features and read.stream is None
         self.rows = batches * reader.rows
         is_few = self.rows < _FOR_EACH * features
-        is_folded = (is_few or features > _LARGEST) and reader.is_alone
-        self.places = places_of(read, alive.any(0).any(1)[None]) if is_folded else 1
-        is_large = len(self.features) > (_LARGEST // 4 if is_few else _LARGEST)
-        self.can_change = bool(alive.any()) and not (is_large and self.places == 1)
+        is_folded = (is_few or features > LARGEST) and reader.is_alone
+        self.places = places_of(read, self._slots()) if is_folded else 1
+        is_large = len(self.features) > (_LARGEST_OF_FEW if is_few else LARGEST)
+        self.is_left_out = is_large and self.places == 1
+        self.can_change = bool(alive.any()) and not self.is_left_out
+
+    def _slots(self) -> Tensor:
+        """Return numbers that differ between slots, for each feature; shape (groups, features)."""
+        plan, found = self.tandem.plan, torch.ones((), dtype=torch.float64)
+        numbers = 2 + torch.arange(plan.size, dtype=torch.float64)
+        for dim, layout in enumerate(self.layouts):
+            found = found * along(self.whole, plan.spread(layout, numbers.sqrt()), dim)
+        return along_reads(found, self.read.view, self.reader.matrix, self.whole)[..., 0]
 
     def has_to_change(self, pairs: Sequence[tuple[Read, Read]]) -> bool:
         """Return whether the layer is cut, or has not the dense one's inputs."""
@@ -295,7 +315,8 @@ class _Layer:
     def change(self, seen: Moments, held: Moments) -> float:
         """Fit the layer's weights to the dense layer's outputs, and return the remaining error."""
         read = self.read
-        matrix = read.product.matrix(read.weight).double().clone()
+        dtype = precision(len(self.features))
+        matrix = read.product.matrix(read.weight).to(dtype, copy=True)
         if self.places > 1:
             found = self._by_channel(seen, held)
         else:
@@ -321,7 +342,8 @@ class _Layer:
         found = solve(seen, held, prior, has_bias=self.reader.has_bias)
         own, shift = self._dense_matrix(), self._dense_bias()
         places = own.unflatten(1, (-1, self.places))  # groups, channels, places, outputs
-        weight = torch.einsum("gkc,gcpo->gkpo", found.weight, places).flatten(1, 2)
+        by = places.to(found.weight)
+        weight = torch.einsum("gkc,gcpo->gkpo", found.weight, by).flatten(1, 2)
         bias = torch.einsum("gc,gcpo->go", found.bias, places)
         return Solution(weight, bias if shift is None else bias + shift, found.error)
 

@@ -7,7 +7,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.features.unlabelled import repair
 from l0prune.features.unlabelled.fidelity import divergence, fidelity
+from l0prune.selection import least_squares
 
 
 def closed(model, axis, slots):
@@ -316,6 +318,35 @@ def test_bad_inputs_are_said():
         l0prune.compensate(wide, torch.randn(24, 4))
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
     assert before.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("wide", [(8, 64), (64, 8)])
+def test_a_wide_layer_is_repaired_in_single_precision_or_told(monkeypatch, wide):
+    most_in_double, most = wide
+    monkeypatch.setattr(least_squares, "_WIDE", most_in_double)
+    monkeypatch.setattr(repair, "LARGEST", most)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3, bias=False)).eval()
+    with torch.no_grad():
+        model[0].weight[12:], model[0].bias[12:] = model[0].weight[:12], model[0].bias[:12]
+    before, x = model[2].weight.clone(), torch.randn(600, 6)
+    l0prune.gate(model, x[:2], include=["0"])
+    closed(model, "0", list(range(12, 24)))
+    if most > 12:
+        assert l0prune.compensate(model, x).after.error < 1e-4
+        return
+    with pytest.warns(L0pruneWarning, match=r"2\.weight of 12: repairing them would take too much"):
+        l0prune.compensate(model, x)
+    assert torch.equal(model[2].weight[:, :12], before[:, :12])
+
+
+def test_many_inputs_with_hardly_more_samples_are_told(monkeypatch):
+    monkeypatch.setattr(repair, "_LARGEST_OF_FEW", 8)
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).eval()
+    l0prune.gate(model, torch.zeros(2, 4))
+    closed(model, "0", [0])
+    with pytest.warns(L0pruneWarning, match="90 for 63: weights could be repaired in part or not"):
+        l0prune.compensate(model, torch.randn(120, 4), batch_size=24)
 
 
 def test_ways_that_differ_are_refused():
