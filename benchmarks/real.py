@@ -133,10 +133,10 @@ class Judge:
                 row[bits] = self.of(file)
             except L0pruneError as error:
                 row[bits] = {"refused": str(error)[:400]}
-        path.unlink(missing_ok=True)
         if within:
             REPORTS.mkdir(parents=True, exist_ok=True)
             small.report().save(REPORTS / f"{self.name}-{within.rstrip('%')}.html")
+        path.unlink(missing_ok=True)
         return row
 
 
