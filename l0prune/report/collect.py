@@ -64,9 +64,9 @@ def from_export(small: Export, first: Export | None = None) -> Content:
     if first is not small:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
-    files = list(small.files)
+    there = files = [file for file in small.files if file.is_file()]  # others were deleted since
     if small.in_fewer_bits:  # only the float32 file counts, with its weights
-        files = [each for each in files if each.name.startswith(files[0].name)]
+        files = [each for each in there if each.name.startswith(small.files[0].name)]
     size, times = sum(file.stat().st_size for file in files), small.times
     before = None if times is None else times.dense_bytes
     return Content(
@@ -83,7 +83,7 @@ def from_export(small: Export, first: Export | None = None) -> Content:
         axes=axes,
         layers=layers,
         bits=[] if small.ranges is None else _bits(small.ranges.by_layer),
-        repeat=repeat_facts(small.files).model_copy(update={"preprocessing": small.preprocessing}),
+        repeat=repeat_facts(there).model_copy(update={"preprocessing": small.preprocessing}),
     )
 
 

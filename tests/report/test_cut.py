@@ -122,3 +122,13 @@ def test_layers_of_a_branch_that_is_gone_have_nothing_left():
             assert (side.after, side.reason) == (0, f"the branch {switch.name} is gone")
     assert layers["stem"].output.after == 16
     assert [axis.after for axis in content.axes if axis.kind == "branch"] == [0]
+
+
+def test_files_that_were_deleted_are_left_out(exported, tmp_path):
+    _, dense = exported
+    (path,) = dense.save_onnx(tmp_path / "model.onnx", time=False)
+    assert dense.report().content.gain.bytes.after == path.stat().st_size
+    path.unlink()
+    found = dense.report().content
+    assert found.gain.bytes is None
+    assert found.repeat.files == []
