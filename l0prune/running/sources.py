@@ -241,8 +241,8 @@ class _Collate:
 
 
 _WANTED = (
-    "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets), or a "
-    "l0prune.Task"
+    "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets), a "
+    "l0prune.Task or, for what needs no labels, inputs (a tensor, a mapping, a list of batches)"
 )
 
 
