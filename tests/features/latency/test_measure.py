@@ -147,12 +147,11 @@ def test_more_samples_go_on_from_those_that_are_timed(model, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_keeps_what_it_timed_and_says_how_long_it_takes(tmp_path, monkeypatch, capfd):
+def test_the_command_keeps_what_it_timed(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     l0prune.save(gated(), "small.gated.pt")
     code, _, err = in_process(capfd, "measure", "small.gated.pt", "--samples", SAMPLES, *TRUST)
     assert code == 0, err
-    assert f"{SAMPLES // 2} of {SAMPLES} networks timed, 0:0" in err
     first = json.loads(Path("small.latency.times.json").read_text())["samples"]
     code, _, err = in_process(capfd, "measure", "small.gated.pt", "--samples", 14, *TRUST)
     assert code == 0, err
