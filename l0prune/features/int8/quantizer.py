@@ -43,7 +43,7 @@ _MOVING = frozenset(
 )
 _UNLIKE = 8  # the least would have five of eight bits
 _MANY = 500  # values for which no range is searched by entropy: one takes about a tenth of a second
-_TOGETHER = 8  # bins merged for the search by entropy
+_COARSE = 256  # bins for the search by entropy, about
 
 
 def is_x86() -> bool:
@@ -359,13 +359,17 @@ def _collector() -> Any:
 
 
 def _coarser(histogram: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a histogram with wider bins: the search by entropy tries all pairs of them."""
+    """Return a histogram of ``_COARSE`` bins or a few more, for the search that tries all pairs.
+
+    A histogram has more than ``_BINS`` if values grew from call to call.
+    """
     counts, edges, *rest = histogram
-    whole = len(counts) // _TOGETHER * _TOGETHER
+    together = max(1, len(counts) // _COARSE)
+    whole = len(counts) // together * together
     first = (len(counts) - whole) // 2  # it is symmetric; the outer bins hold outliers
-    sums = counts[first : first + whole].reshape(-1, _TOGETHER).sum(1)
+    sums = counts[first : first + whole].reshape(-1, together).sum(1)
     sums[0], sums[-1] = sums[0] + counts[:first].sum(), sums[-1] + counts[first + whole :].sum()
-    return (sums, edges[first : first + whole + 1 : _TOGETHER], *rest)
+    return (sums, edges[first : first + whole + 1 : together], *rest)
 
 
 class _Reader:

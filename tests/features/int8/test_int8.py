@@ -403,3 +403,15 @@ def test_of_many_values_no_ranges_are_searched_by_entropy(tmp_path, monkeypatch)
     search, _, error = searched(linear(numbers(5, 6), numbers(5)), tmp_path)
     assert error < 0.05
     assert search.method in {*METHODS} - {"entropy"}
+
+
+def test_a_histogram_that_grew_is_searched_as_fast_as_others():
+    from l0prune.features.int8.quantizer import _coarser
+
+    for size in (2048, 2049, 70_001):
+        counts, edges = np.arange(size), np.linspace(-3, 3, size + 1)
+        coarse, ends, *rest = _coarser((counts, edges, -3.0, 3.0, 3.0))
+        assert 256 <= len(coarse) <= 275
+        assert len(ends) == len(coarse) + 1
+        assert coarse.sum() == counts.sum()
+        assert rest == [-3.0, 3.0, 3.0]
