@@ -10,8 +10,8 @@ each network that was found.
 
 - ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, measure="latency")``, which
   trains nothing;
-- ``recover``: the same with ``recover={"epochs": …}``: each network that is tried learns the
-  network's own answers before it is judged;
+- ``recover``: the same with ``recover={"epochs": …}``: networks are cut step by step out of the
+  smallest of these, and each learns the network's own answers before it is judged;
 - ``finetune``: ``l0prune.finetune(…, budget="latency=…", latency=table)`` on the network's own
   answers, of three budgets (by bisection) the smallest that stays within;
 - ``whole``: nothing is cut; written by l0prune, and in eight bits;

@@ -265,7 +265,7 @@ class Plan:
 
     def mask(self, layout: Layout, kept: Tensor) -> Tensor:
         """Return a bool mask of the kept positions; ``kept`` is bool, flat, shape (size,)."""
-        return self.spread(layout, kept.to(torch.uint8)).to(torch.bool)
+        return _alive(self.gate_table(layout), kept)
 
     def kept(self, open_: Tensor) -> Tensor:
         """Return the slots that a sliced model keeps, as a flat bool vector.

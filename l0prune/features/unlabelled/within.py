@@ -85,17 +85,14 @@ class Cuts:
         nothing, so that it goes first.
         """
         found, tensors = self.found, dict(named_tensors(self.found.root))
-        present = held(found)
         for name, by in multipliers(found.gates, tensors).items():
             tensors[name].data = tensors[name].data * by.to(tensors[name])
-        of_gates = {
-            name for name, tensor in named_tensors(found.root) if id(tensor) in _gates(found)
+        of_gates = _gates(found)
+        self._start |= {
+            name: each.detach() for name, each in tensors.items() if id(each) not in of_gates
         }
-        self._start = {name: self._start[name] if name in of_gates else each
-                       for name, each in held(found).items()}  # fmt: skip
         hold(found, self._start)
         self._division = found.division()
-        hold(found, present)
 
 
 @stage("looking for the smallest network within the tolerance")
@@ -157,12 +154,15 @@ class _Search:
         """Try ``TRIED`` shares below the smallest within so far."""
         found, until = self._cuts.found, len(self.tried) + TRIED
         low = math.log(_SMALLEST)
+        is_moved = False  # whether cuts are to start from the present network
         if learn is not None and self.best is not None:
             hold(found, self.best.tensors)
-            self._cuts.start_here()
+            is_moved = True
         with counting(TRIED) as counter:
             while len(self.tried) < until and self._within - low > _CLOSE:
-                middle = (low + self._within) / 2
+                if is_moved:
+                    self._cuts.start_here()
+                middle, is_moved = (low + self._within) / 2, False
                 share = math.exp(middle if learn is None else max(middle, self._within - _FAR))
                 try:
                     after = self._cuts.cut(f"{self._measure}={share:.4f}", observe=False)
@@ -177,9 +177,7 @@ class _Search:
                 if step.far > self._allowed:
                     low = math.log(share)
                     continue
-                self._within = math.log(share)
-                if learn is not None and len(self.tried) < until:
-                    self._cuts.start_here()
+                self._within, is_moved = math.log(share), learn is not None
 
     def _step(self, share: float, after: Fidelity) -> Step:
         """Judge the present network, and hold it if it is the best so far."""
