@@ -255,21 +255,20 @@ class _Inputs:
         """Return the inverse of the damped C.
 
         Its damping is the one by which each feature is best predicted from all others on inputs
-        that are held out, each weighted by what the first reader makes of it.
+        that are held out, each weighted by what the first reader makes of it. Dampings are compared
+        in single precision.
         """
-        matter = weight.square().sum(2)
+        matter, seen, held = (
+            each.float() for each in (weight.square().sum(2), self._covariance, of_held)
+        )
 
-        def inverse(strength: float) -> Tensor:
-            damp = damping(self._covariance, strength).diag_embed()
-            found: Tensor = torch.linalg.inv(self._covariance + damp)
-            return found
+        def unexplained(strength: float) -> float:
+            found = _damped_inverse(seen, strength)
+            squares = (found @ held * found).sum(2)
+            error = (matter * squares / found.diagonal(dim1=1, dim2=2).square()).sum()
+            return float(error.nan_to_num(nan=torch.inf))
 
-        def unexplained(inverse: Tensor) -> float:
-            squares = (inverse @ of_held * inverse).sum(2)
-            return float((matter * squares / inverse.diagonal(dim1=1, dim2=2).square()).sum())
-
-        best: Tensor = min(map(inverse, strengths(weight.shape[1])), key=unexplained)
-        return best
+        return _damped_inverse(self._covariance, min(strengths(weight.shape[1]), key=unexplained))
 
     def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:
         matrix = read.product.matrix(read.weight)
@@ -277,6 +276,14 @@ class _Inputs:
         weight = found.weight
         scale = float((self._covariance @ weight * weight).sum().clamp(min=1e-30))
         return replace(found, scale=scale)
+
+
+def _damped_inverse(covariance: Tensor, strength: float) -> Tensor:
+    """Return (C + λ·D)⁻¹, shape (groups, features, features); NaN where it is not positive."""
+    damped = covariance + damping(covariance, strength).diag_embed()
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    found = torch.cholesky_inverse(factor)
+    return torch.where((failed != 0)[:, None, None], torch.nan, found)
 
 
 def _itself(found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
