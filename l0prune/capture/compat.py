@@ -284,6 +284,48 @@ def quick_promotion() -> Iterator[None]:
         yield
 
 
+Table = dict[Any, Callable[..., Any]]
+
+
+@contextmanager
+def replacing_operators(
+    replace: Callable[[ExportedProgram, set[Any], Table], ExportedProgram | None],
+) -> Iterator[None]:
+    """Let a function replace what torch's ONNX exporter does not translate, within the context.
+
+    It gets the program, the operators that are translated and the decompositions of the others. If
+    it returns None the exporter traces the program again, as it does without this context.
+    """
+    try:
+        passes = importlib.import_module("torch.onnx._internal.exporter._fx_passes")
+        tables = importlib.import_module("torch.onnx._internal.exporter._decomp")
+        whole = passes.decompose_with_registry
+        translated_in = tables.get_onnx_implemented_overloads
+        table_of = tables.create_onnx_friendly_decomposition_table
+    except (AttributeError, ImportError):  # another torch
+        yield
+        return
+
+    def decompose(program: ExportedProgram, registry: Any) -> ExportedProgram:
+        translated = set(translated_in(registry))
+        found = replace(program, translated, table_of(translated))
+        return whole(program, registry) if found is None else found
+
+    with replaced(passes, "decompose_with_registry", decompose):
+        yield
+
+
+def is_composite(operator: OpOverload) -> bool:
+    """Return whether an operator is made of others, which a trace sees in its place."""
+    return bool(operator._can_decompose())
+
+
+def sizes_as_in_calls() -> AbstractContextManager[Any]:
+    """Context in which composite operators keep the symbols of sizes."""
+    found: AbstractContextManager[Any] = enable_python_dispatcher()
+    return found
+
+
 def _has_partner(first: Any, second: Any, node: Any) -> bool:
     """Return whether another node than the first of a pattern may be its second."""
     shared = (n for n, value in enumerate(first.inputs) if any(value is v for v in second.inputs))

@@ -137,7 +137,8 @@ class Memory:
 
     def _found(self, node: Node) -> Node:
         of = node.args[0] if node.args else None
-        is_view = node.op == "call_function" and (node.target is operator.getitem or may_view(node))
+        is_one = node.target is operator.getitem and isinstance(of, Node) and may_view(of)
+        is_view = node.op == "call_function" and (is_one or may_view(node))
         base = self._base[of] if is_view and isinstance(of, Node) else node
         keys = [key for key, _ in _tensors(node)]
         return self._first.setdefault(keys[0], base) if len(keys) == 1 else base

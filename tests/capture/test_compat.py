@@ -563,3 +563,29 @@ def test_what_fully_shard_did_to_modules_is_undone(tmp_path):
         copy.deepcopy(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_exporter_asks_what_replaces_operators_without_translation():
+    given = torch.export.export(Relu(), (torch.randn(2, 4),), strict=False)
+    asked = []
+
+    def replace(program, translated, table):
+        asked.append((ATEN.relu.default in translated, ATEN.relu_.default in table))
+
+    with compat.replacing_operators(replace):
+        made = torch.onnx.export(given, dynamo=True, verbose=False)
+    assert asked == [(True, True)]
+    assert [node.op_type for node in made.model.graph] == ["Relu"]
+
+
+def test_operators_that_are_made_of_others():
+    assert compat.is_composite(ATEN.flatten.using_ints)
+    assert not compat.is_composite(ATEN.relu.default)
+
+
+def test_composite_operators_keep_symbols_of_sizes_in_calls(program):
+    (given,) = program.graph.find_nodes(op="placeholder")
+    value = given.meta["val"]
+    with value.fake_mode, compat.sizes_as_in_calls():
+        found = ATEN.flatten.using_ints(value)
+    assert "s" in str(found.shape[0])

@@ -27,6 +27,7 @@ from l0prune.capture.compat import (
     pytree,
     quick_promotion,
     quick_rewrites,
+    replacing_operators,
 )
 from l0prune.capture.outputs import leaf_names
 from l0prune.capture.sizes import Inputs
@@ -43,6 +44,7 @@ from l0prune.exporting.onnx.operators import (
     written_as_products,
     written_out,
 )
+from l0prune.exporting.onnx.replacing import replaced_alone
 from l0prune.exporting.onnx.shared import share_transposed
 from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.exporting.state import check_stateless, state_of, with_state
@@ -290,7 +292,10 @@ def _exported(
     if opset is not None and opset < FIRST_OF_PRESENT:
         older: onnx_ir.Model = provided("of_older_opset")(program, opset, sizes)
         return older
-    with one_onnx_registry(), quick_promotion(), quick_rewrites(), exact_numbers():
+    quick = (one_onnx_registry(), quick_promotion(), quick_rewrites())
+    with contextlib.ExitStack() as stack:
+        for context in (*quick, replacing_operators(replaced_alone), exact_numbers()):
+            stack.enter_context(context)
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
         )
