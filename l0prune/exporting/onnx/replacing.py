@@ -282,8 +282,11 @@ def _evaluate(node: Node, mode: Any) -> None:
         return
     operator_: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), _value)
-    with mode, sizes_as_in_calls(), torch.no_grad():
-        node.meta["val"] = operator_(*args, **kwargs)
+    try:
+        with mode, sizes_as_in_calls(), torch.no_grad():
+            node.meta["val"] = operator_(*args, **kwargs)
+    except Exception as error:  # each operator has its own
+        raise _Unknown from error
 
 
 def _mode_of(nodes: Collection[Node]) -> Any:
