@@ -5,8 +5,9 @@
 
 Networks and inputs come with packages that pip fetches (and, for text and speech, Debian's
 ``python3-doc`` and ``espeak-ng``). One process for each network and way; each is a JSON line in
-``runs/real.jsonl``, and what is there is not run again. ``runs/real`` has a report as a page of
-each network that was found.
+``runs/real.jsonl``, and what is there is not run again. ``--page`` writes them into a file beside
+the page, too, from which the page has the rows that were not run here. ``runs/real`` has a report
+as a page of each network that was found.
 
 - ``shrink``: ``l0prune.shrink(model, inputs, tolerance=…, judge=…, measure="latency")``, which
   trains nothing;
@@ -27,7 +28,9 @@ held out; the same inputs judge which network is within.
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 import tempfile
 import time
 from argparse import Namespace
@@ -326,6 +329,16 @@ def _figures(found: Row, bits: str) -> str:
     return f"{own['measure']:.4f}, {times:.2f} ×, {share:.1%} of the MACs"
 
 
+def write_page(path: Path) -> None:
+    """Write the page, and the rows beside it: those that lie there and those that were run here."""
+    beside = path.with_suffix(".jsonl")
+    of_both = {tuple(map(row.get, KEY)): row for each in (beside, PATH) for row in rows(each, KEY)}
+    known = sorted(of_both.values(), key=lambda row: [*NETWORKS].index(row["model"]))
+    lines = (re.sub(r'(?<=[\s"\'])/\S+/', "", json.dumps(row)) for row in known)  # of no machine
+    beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_text(page(known), encoding="utf-8")
+
+
 def main() -> None:
     """Run what has no row yet, or print the page."""
     parser = parser_of(__doc__ or "")
@@ -344,7 +357,7 @@ def main() -> None:
         measure(name, steps(name, way))
         return
     if given.page:
-        given.page.write_text(page(rows(PATH, KEY)), encoding="utf-8")
+        write_page(given.page)
         return
     path = given.again or PATH
     known = {(row["model"], row.get("way")) for row in rows(path, KEY)}
