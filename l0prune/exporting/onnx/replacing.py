@@ -155,7 +155,10 @@ class _Writes:
     def __init__(self, program: ExportedProgram, translated: Collection[Any], table: Table) -> None:
         self._graph, self._known = program.graph, (translated, table)
         memory = Memory(self._graph)
-        self._base = {node: memory.base(node) for node in self._graph.nodes}
+        self._base = dict[Node, Node]()
+        for node in self._graph.nodes:
+            is_own = memory.base(node) is node or _is_copy(node)
+            self._base[node] = node if is_own else self._base_of_source(node)
         writers = [node for node in self._graph.nodes if is_writer(node)]
         self._version = {self._base[_target_of(node)]: 0 for node in writers}
         self._latest = {base: (0, base) for base in self._version}
@@ -180,6 +183,10 @@ class _Writes:
                 node.args, node.kwargs = map_arg((node.args, node.kwargs), self._now)
             if node in self._source:
                 self._latest[node] = (self._version[base], node)
+
+    def _base_of_source(self, node: Node) -> Node:
+        source = node.args[0] if node.args else None
+        return self._base[source] if isinstance(source, Node) else node
 
     def _source_of(self, node: Node) -> Node:
         source: Any = node.args[0]
@@ -318,36 +325,54 @@ def _sizes(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value.shape))
 
 
+def _is_copy(node: Node) -> bool:
+    """Return whether the result of an operator that may return a view is a copy here."""
+    source = node.args[0] if node.args else None
+    if is_writer(node) or not isinstance(source, Node):
+        return False
+    one, other = _value(node), _value(source)
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return are_tensors and _memory(one) != _memory(other)
+
+
+def _memory(value: Tensor) -> int:
+    found: int = value.untyped_storage()._cdata
+    return found
+
+
 def _are_one(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements of the same memory."""
-    places = [(each.untyped_storage()._cdata, each.dtype) for each in (one, other)]
+    places = [(_memory(each), each.dtype) for each in (one, other)]
     steps = [(*each.shape, *each.stride(), each.storage_offset()) for each in (one, other)]
     return places[0] == places[1] and [*map(str, steps[0])] == [*map(str, steps[1])]
 
 
+_Call = tuple[Any, tuple[Any, ...]]
+
+
 # How a part is written back to the whole that it is a view of, by the operator of the view: the
 # call that makes the whole, of the operator's further operands, the whole as it was and the part.
-def _parts(scatter: Any) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+def _parts(scatter: Any) -> Callable[..., _Call]:
     return lambda further, whole, part: (scatter, (whole, part, *further))
 
 
-def _turned(operator: Any) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+def _turned(operator: Any) -> Callable[..., _Call]:
     return lambda further, whole, part: (operator, (part, *further))
 
 
-def _permuted(further: Any, whole: Node, part: Node) -> tuple[Any, tuple[Any, ...]]:
+def _permuted(further: Any, whole: Node, part: Node) -> _Call:
     order = [dim % len(further[0]) for dim in further[0]]
     return _ATEN.permute.default, (part, [order.index(dim) for dim in range(len(order))])
 
 
-def _reshaped(further: Any, whole: Node, part: Node) -> tuple[Any, tuple[Any, ...]]:
+def _reshaped(further: Any, whole: Node, part: Node) -> _Call:
     sizes = [size if isinstance(size, int) else -1 for size in _value(whole).shape]
     if sizes.count(-1) > 1:
         raise _Unknown
     return _ATEN.reshape.default, (part, sizes)
 
 
-_SCATTERED: Mapping[Any, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
+_SCATTERED: Mapping[Any, Callable[..., _Call]] = {
     _ATEN.permute.default: _permuted,
     _ATEN.reshape.default: _reshaped,
     _ATEN.select.int: _parts(_ATEN.select_scatter.default),
