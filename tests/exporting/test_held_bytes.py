@@ -44,13 +44,17 @@ def test_a_cut_holds_the_smaller_network_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "layers", "dtype"),
+    [(128, 6, torch.float32), (128, 6, torch.bfloat16), (1024, 12, torch.bfloat16)],
+    ids=["float32", "bf16", "158 M in bf16"],
+)
 @pytest.mark.filterwarnings("ignore:l0prune. for transformers")
-def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path, dtype):
+def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path, size, layers, dtype):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=512, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        vocab_size=2 * size, hidden_size=size, intermediate_size=3 * size, num_hidden_layers=layers,
+        num_attention_heads=size // 32, num_key_value_heads=size // 64, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
     model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(256, (2, 8))
