@@ -323,7 +323,7 @@ class _Layer:
             prior = matrix[:, self.features][..., self.outputs]
             found = solve(*self.targets(seen, held), prior, has_bias=self.reader.has_bias)
         block = matrix[:, self.features]
-        block[..., self.outputs] = found.weight
+        block[..., self.outputs] = found.weight.to(block)  # by channel it is as precise as these
         matrix[:, self.features] = block
         with torch.no_grad():
             read.weight.copy_(read.product.unmatrix(matrix).reshape(read.weight.shape))

@@ -340,6 +340,16 @@ def test_a_wide_layer_is_repaired_in_single_precision_or_told(monkeypatch, wide)
     assert torch.equal(model[2].weight[:, :12], before[:, :12])
 
 
+@pytest.mark.filterwarnings("ignore:l0prune. (layers had fewer|outputs differ)")
+def test_a_wide_layer_is_repaired_by_channel_in_double_precision(monkeypatch):
+    monkeypatch.setattr(least_squares, "_WIDE", 16)  # 36 features of 4 channels
+    model, x = Twins(norm=False).eval(), torch.randn(24, 3, 3, 3)
+    l0prune.gate(model, x[:2], include=["conv"])
+    closed(model, "conv", [4, 5, 6, 7])
+    found = l0prune.compensate(model, x, batch_size=4)
+    assert found.after.error < 1e-3 < found.before.error
+
+
 def test_many_inputs_with_hardly_more_samples_are_told(monkeypatch):
     monkeypatch.setattr(repair, "_LARGEST_OF_FEW", 8)
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).eval()
