@@ -228,8 +228,11 @@ def finetuned(judge: Judge) -> Iterator[Row]:
 
 def whole(judge: Judge) -> Iterator[Row]:
     """The network itself, written by l0prune."""
-    begun = time.process_time()
-    yield {"whole": judge.cut(l0prune.export(judge.gated()), begun)}
+    begun, gated = (
+        time.process_time(),
+        judge.gated(),
+    )  # held, as its rounding is what files may have
+    yield {"whole": judge.cut(l0prune.export(gated), begun)}
 
 
 def rivals(judge: Judge) -> Iterator[Row]:
