@@ -258,9 +258,12 @@ class _Inputs:
         that are held out, each weighted by what the first reader makes of it. Dampings are compared
         in single precision.
         """
-        matter, seen, held = (
-            each.float() for each in (weight.square().sum(2), self._covariance, of_held)
-        )
+        sizes = self._covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        matter = weight.square().sum(2) * sizes.square()
+        matter = (matter / matter.amax().clamp(min=torch.finfo(matter.dtype).tiny)).float()
+        both = sizes[:, :, None] * sizes[:, None]  # apart from which single precision has the range
+        seen, held = ((each / both).float() for each in (self._covariance, of_held))
 
         def unexplained(strength: float) -> float:
             found = _damped_inverse(seen, strength)
@@ -268,7 +271,8 @@ class _Inputs:
             error = (matter * squares / found.diagonal(dim1=1, dim2=2).square()).sum()
             return float(error.nan_to_num(nan=torch.inf))
 
-        return _damped_inverse(self._covariance, min(strengths(weight.shape[1]), key=unexplained))
+        tried = sorted(strengths(weight.shape[1]), reverse=True)
+        return _damped_inverse(self._covariance, min(tried, key=unexplained))
 
     def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:
         matrix = read.product.matrix(read.weight)

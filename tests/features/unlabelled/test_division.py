@@ -121,3 +121,17 @@ def test_pooled_values_never_fall():
     values = torch.tensor([1.0, 3.0, 2.0, 2.0, 5.0, 4.0])
     pooled = _pooled(values)
     assert torch.allclose(pooled, torch.tensor([1, 7 / 3, 7 / 3, 7 / 3, 4.5, 4.5]))
+
+
+def test_sizes_of_inputs_change_no_division():
+    found = []
+    for scale in (1.0, 1e-14, 1e14):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+        with torch.no_grad():
+            model[0].weight *= scale
+            model[0].bias *= scale
+            model[2].weight /= scale
+        small = l0prune.shrink(model, torch.randn(256, 6), "params=0.7", round_to=1, batch_size=32)
+        found.append((small.widths, round(small.fidelity.error, 4)))
+    assert found[0] == found[1] == found[2]
