@@ -51,6 +51,7 @@ from l0prune.selection.least_squares import Moments, damping, strengths
 from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
+_NOISE = 1e-10  # of the largest variance
 _LARGEST = 2304  # most features for a full covariance
 _ROWS, _FEW_ROWS = 1 << 18, 1 << 15  # of one layer, at most, and so many where features are few
 _FOR_EACH = 16  # rows for each feature that are enough
@@ -258,12 +259,13 @@ class _Inputs:
         that are held out, each weighted by what the first reader makes of it. Dampings are compared
         in single precision.
         """
-        sizes = self._covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        covariance = _without_noise(self._covariance)
+        sizes = covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
         sizes = torch.where(sizes > 0, sizes, 1.0)
         matter = weight.square().sum(2) * sizes.square()
         matter = (matter / matter.amax().clamp(min=torch.finfo(matter.dtype).tiny)).float()
         both = sizes[:, :, None] * sizes[:, None]  # apart from which single precision has the range
-        seen, held = ((each / both).float() for each in (self._covariance, of_held))
+        seen, held = ((each / both).float() for each in (covariance, of_held))
 
         def unexplained(strength: float) -> float:
             found = _damped_inverse(seen, strength)
@@ -272,7 +274,7 @@ class _Inputs:
             return float(error.nan_to_num(nan=torch.inf))
 
         tried = sorted(strengths(weight.shape[1]), reverse=True)
-        return _damped_inverse(self._covariance, min(tried, key=unexplained))
+        return _damped_inverse(covariance, min(tried, key=unexplained))
 
     def _of(self, read: Read, inverse: Tensor, mean: Tensor, places: int) -> _Input:
         matrix = read.product.matrix(read.weight)
@@ -280,6 +282,13 @@ class _Inputs:
         weight = found.weight
         scale = float((self._covariance @ weight * weight).sum().clamp(min=1e-30))
         return replace(found, scale=scale)
+
+
+def _without_noise(covariance: Tensor) -> Tensor:
+    """Return C with variances no smaller than what the largest ones are rounded to."""
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    least = _NOISE * variances.amax(1, keepdim=True)
+    return covariance + (least - variances).clamp(min=0).diag_embed()
 
 
 def _damped_inverse(covariance: Tensor, strength: float) -> Tensor:

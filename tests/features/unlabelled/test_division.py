@@ -135,3 +135,14 @@ def test_sizes_of_inputs_change_no_division():
         small = l0prune.shrink(model, torch.randn(256, 6), "params=0.7", round_to=1, batch_size=32)
         found.append((small.widths, round(small.fidelity.error, 4)))
     assert found[0] == found[1] == found[2]
+
+
+def test_an_input_that_hardly_varies_beside_others_is_no_nan():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
+    with torch.no_grad():
+        model[0].weight[0] *= 1e-30
+        model[0].bias[0] *= 1e-30
+        model[0].weight[1:] *= 100
+    small = l0prune.shrink(model, torch.randn(256, 6), "params=0.8", round_to=1, batch_size=32)
+    assert small.fidelity.error < 0.5
