@@ -228,10 +228,8 @@ def finetuned(judge: Judge) -> Iterator[Row]:
 
 def whole(judge: Judge) -> Iterator[Row]:
     """The network itself, written by l0prune."""
-    begun, gated = (
-        time.process_time(),
-        judge.gated(),
-    )  # held, as its rounding is what files may have
+    begun = time.process_time()
+    gated = judge.gated()  # held, since files may round as it does
     yield {"whole": judge.cut(l0prune.export(gated), begun)}
 
 

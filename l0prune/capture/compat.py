@@ -320,9 +320,13 @@ def is_composite(operator: OpOverload) -> bool:
     return bool(operator._can_decompose())
 
 
-def sizes_as_in_calls() -> AbstractContextManager[Any]:
-    """Context in which composite operators keep the symbols of sizes."""
-    found: AbstractContextManager[Any] = enable_python_dispatcher()
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that tensors in the same memory share, those on the meta device among them.
+
+    Raises:
+        NotImplementedError: a sparse tensor, or one inside of torch.func, has none.
+    """
+    found: int = tensor.untyped_storage()._cdata
     return found
 
 

@@ -17,7 +17,7 @@ from math import prod
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
-from l0prune.capture.compat import schema_of
+from l0prune.capture.compat import memory_of, schema_of
 from l0prune.capture.provenance import module_of
 from l0prune.infer.inference import Inference
 from l0prune.infer.nodes import (
@@ -93,7 +93,7 @@ def _tensors(node: Node) -> Iterator[tuple[Hashable, Tensor]]:
         with suppress(
             NotImplementedError
         ):  # sparse ones, and those inside of torch.func, have none
-            key = tensor.untyped_storage()._cdata
+            key = memory_of(tensor)
         yield key, tensor
 
 

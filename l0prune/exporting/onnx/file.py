@@ -292,10 +292,13 @@ def _exported(
     if opset is not None and opset < FIRST_OF_PRESENT:
         older: onnx_ir.Model = provided("of_older_opset")(program, opset, sizes)
         return older
-    quick = (one_onnx_registry(), quick_promotion(), quick_rewrites())
-    with contextlib.ExitStack() as stack:
-        for context in (*quick, replacing_operators(replaced_alone), exact_numbers()):
-            stack.enter_context(context)
+    with (
+        one_onnx_registry(),
+        quick_promotion(),
+        quick_rewrites(),
+        replacing_operators(replaced_alone),
+        exact_numbers(),
+    ):
         made = torch.onnx.export(
             program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
         )

@@ -19,7 +19,14 @@ from torch.export.graph_signature import TensorArgument
 from torch.fx import Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from l0prune.capture.compat import OpOverload, Table, is_composite, schema_of, sizes_as_in_calls
+from l0prune.capture.compat import (
+    OpOverload,
+    Table,
+    enable_python_dispatcher,
+    is_composite,
+    memory_of,
+    schema_of,
+)
 from l0prune.exporting.onnx.operators import around_its_tensors, views_that_may_copy
 from l0prune.infer.dataflow import Memory
 from l0prune.infer.nodes import argument, is_assertion, is_writer, may_view, written
@@ -112,7 +119,7 @@ def _decompose(node: Node, mode: Any, translated: Collection[Any], table: Table)
 
     values = list(map(_value, inputs))
     try:
-        with mode, sizes_as_in_calls(), torch.no_grad():
+        with mode, enable_python_dispatcher(), torch.no_grad():
             traced = make_fx(compute, decomposition_table=dict(table))(*values)
             if any(map(is_writer, traced.graph.nodes)):
                 traced = make_fx(torch.func.functionalize(traced))(*values)
@@ -149,7 +156,7 @@ def _decompose(node: Node, mode: Any, translated: Collection[Any], table: Table)
 class _Writes:
     """Replacement of the writes of a program, in place.
 
-    Values of memory that is written to have versions: the number of writes before.
+    A value of memory that is written to is known after each number of writes.
     """
 
     def __init__(self, program: ExportedProgram, translated: Collection[Any], table: Table) -> None:
@@ -160,21 +167,21 @@ class _Writes:
             is_own = memory.base(node) is node or _is_copy(node)
             self._base[node] = node if is_own else self._base_of_source(node)
         writers = [node for node in self._graph.nodes if is_writer(node)]
-        self._version = {self._base[_target_of(node)]: 0 for node in writers}
-        self._latest = {base: (0, base) for base in self._version}
+        self._count = {self._base[_target_of(node)]: 0 for node in writers}
+        self._latest = {base: (0, base) for base in self._count}
         self._source = dict[Node, Node]()  # of each view of these, what it is a view of
-        if any(base.op != "call_function" for base in self._version):
+        if any(base.op != "call_function" for base in self._count):
             raise _Unknown
 
     def run(self) -> None:
         """Replace them all."""
-        if not self._version:
+        if not self._count:
             return
         for node in list(self._graph.nodes):
             if node.op not in ("call_function", "output"):
                 continue
             base = self._base[node]
-            if node is not base and base in self._version:
+            if node is not base and base in self._count:
                 self._source[node] = self._source_of(node)
             with self._graph.inserting_before(node):
                 if is_writer(node):
@@ -182,7 +189,7 @@ class _Writes:
                     continue
                 node.args, node.kwargs = map_arg((node.args, node.kwargs), self._now)
             if node in self._source:
-                self._latest[node] = (self._version[base], node)
+                self._latest[node] = (self._count[base], node)
 
     def _base_of_source(self, node: Node) -> Node:
         source = node.args[0] if node.args else None
@@ -199,16 +206,16 @@ class _Writes:
     def _now(self, node: Node) -> Node:
         """Return the value of a node after all writes so far."""
         base = self._base.get(node)
-        if base not in self._version:
+        if base not in self._count:
             return node
         version, found = self._latest.get(node, (-1, node))
-        if version == self._version[base]:
+        if version == self._count[base]:
             return found
         source = self._source[node]
         found = self._now(source)
         if not is_writer(node) and not _are_one(_value(node), _value(source)):
             found = self._call(node.target, (found, *node.args[1:]), node.kwargs, node)
-        self._latest[node] = (self._version[base], found)
+        self._latest[node] = (self._count[base], found)
         return found
 
     def _write(self, node: Node) -> None:
@@ -220,10 +227,10 @@ class _Writes:
         before = [self._now(view) for view in views]
         args, kwargs = map_arg((node.args, node.kwargs), self._now)
         new = self._without_write(node, args, kwargs)
-        self._version[base] += 1
-        self._latest[node] = (self._version[base], new)
+        self._count[base] += 1
+        self._latest[node] = (self._count[base], new)
         for number, view in enumerate(views):
-            self._latest[view] = (self._version[base], new)
+            self._latest[view] = (self._count[base], new)
             if view is not base:
                 new = self._scattered(view, views[number + 1], before[number + 1], new)
 
@@ -290,7 +297,7 @@ def _evaluate(node: Node, mode: Any) -> None:
     operator_: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), _value)
     try:
-        with mode, sizes_as_in_calls(), torch.no_grad():
+        with mode, enable_python_dispatcher(), torch.no_grad():
             node.meta["val"] = operator_(*args, **kwargs)
     except Exception as error:  # each operator has its own
         raise _Unknown from error
@@ -332,17 +339,12 @@ def _is_copy(node: Node) -> bool:
         return False
     one, other = _value(node), _value(source)
     are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-    return are_tensors and _memory(one) != _memory(other)
-
-
-def _memory(value: Tensor) -> int:
-    found: int = value.untyped_storage()._cdata
-    return found
+    return are_tensors and memory_of(one) != memory_of(other)
 
 
 def _are_one(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements of the same memory."""
-    places = [(_memory(each), each.dtype) for each in (one, other)]
+    places = [(memory_of(each), each.dtype) for each in (one, other)]
     steps = [(*each.shape, *each.stride(), each.storage_offset()) for each in (one, other)]
     return places[0] == places[1] and [*map(str, steps[0])] == [*map(str, steps[1])]
 

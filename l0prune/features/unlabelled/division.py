@@ -260,7 +260,7 @@ class _Inputs:
         in single precision.
         """
         covariance = _without_noise(self._covariance)
-        sizes = covariance.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        sizes = covariance.diagonal(dim1=1, dim2=2).sqrt()
         sizes = torch.where(sizes > 0, sizes, 1.0)
         matter = weight.square().sum(2) * sizes.square()
         matter = (matter / matter.amax().clamp(min=torch.finfo(matter.dtype).tiny)).float()
