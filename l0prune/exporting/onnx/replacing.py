@@ -27,6 +27,7 @@ from l0prune.capture.compat import (
     memory_of,
     schema_of,
 )
+from l0prune.capture.inlining import inline_graph
 from l0prune.exporting.onnx.operators import around_its_tensors, views_that_may_copy
 from l0prune.infer.dataflow import Memory
 from l0prune.infer.nodes import argument, is_assertion, is_writer, may_view, written
@@ -125,32 +126,27 @@ def _decompose(node: Node, mode: Any, translated: Collection[Any], table: Table)
                 traced = make_fx(torch.func.functionalize(traced))(*values)
     except Exception as error:
         raise _Unknown from error
-    given = traced.graph.find_nodes(op="placeholder")
-    if len(given) != len(inputs) or traced.graph.find_nodes(op="get_attr"):
+    if traced.graph.find_nodes(op="get_attr"):
         raise _Unknown
-    places = dict(zip(given, inputs, strict=True))
-    with node.graph.inserting_before(node):
-        result = node.graph.graph_copy(traced.graph, places)
-    for made in [made for old, made in places.items() if old.op == "call_function"]:
-        made.meta = {**node.meta, **made.meta}
-        is_known = made.target in translated or _is_of_numbers(made.target)
-        if not is_known or is_writer(made):
+    for each in traced.graph.nodes:
+        is_known = each.target in translated or _is_of_numbers(each.target)
+        if each.op == "call_function" and (not is_known or is_writer(each)):
             raise _Unknown
-    if isinstance(result, Node):
-        if result not in inputs:
-            result.meta = dict(node.meta)
-        node.replace_all_uses_with(result)
-        node.graph.erase_node(node)
-        return result
-    for user in list(node.users):
-        if user.target is not operator.getitem or not isinstance(result, tuple | list):
-            raise _Unknown
-        number: Any = user.args[1]
-        result[number].meta["val"] = _value(user)
-        user.replace_all_uses_with(result[number])
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
-    return result
+    is_one = isinstance(traced.graph.output_node().args[0], Node)
+    if not is_one and any(user.target is not operator.getitem for user in node.users):
+        raise _Unknown
+    results = [node] if is_one else list(node.users)
+    meta, of_results = node.meta, {each.name: _value(each) for each in results}
+    module = node.graph.owning_module
+    assert module is not None
+    new, renamed = inline_graph(module, node, traced, inputs)
+    known = {each.name: each for each in (*inputs, *new)}
+    for each in new:
+        each.meta = {**meta, **each.meta}
+    for old, name in renamed:
+        if known[name] not in inputs:
+            known[name].meta["val"] = of_results[old]
+    return known[renamed[0][1]] if is_one else node
 
 
 class _Writes:
