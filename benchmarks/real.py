@@ -229,8 +229,7 @@ def finetuned(judge: Judge) -> Iterator[Row]:
 def whole(judge: Judge) -> Iterator[Row]:
     """The network itself, written by l0prune."""
     begun = time.process_time()
-    gated = judge.gated()  # held, since files may round as it does
-    yield {"whole": judge.cut(l0prune.export(gated), begun)}
+    yield {"whole": judge.cut(l0prune.export(judge.gated()), begun)}
 
 
 def rivals(judge: Judge) -> Iterator[Row]:

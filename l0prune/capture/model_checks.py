@@ -82,7 +82,9 @@ def warn_of_nan(model: nn.Module) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     eight_bits = tensor.is_floating_point() and tensor.itemsize == 1  # some have no isfinite
-    return bool((tensor.float() if eight_bits else tensor).isfinite().all())
+    values = tensor.float() if eight_bits else tensor
+    # A sum is finite only if its terms are, and takes a thirtieth of the time.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def _scattered(model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import steps
 from l0prune.running.device import check_values, device_of, exact_device
+
+Original = Callable[[], nn.Module | None]
+_KEPT_ALIVE = 2**28  # bytes of a model, at most, that an export keeps for the rounding of its files
 
 
 class NotThisWay(Exception):
@@ -51,7 +54,7 @@ class Network:
         dtypes: of the model's tensors.
         free: input sizes that are free beside the batch.
         sizes: values of the free sizes that the model takes.
-        original: the user's model; it may be gone by the time a file is written.
+        original: returns the user's model; None if it is gone by the time a file is written.
         compared_in: dtypes of the comparisons.
         batches: batch sizes on which the own class is compared; those of an export if empty.
         asked: cache of the gated model's answers, so that it does not run twice on one input.
@@ -83,7 +86,7 @@ class Network:
     dtypes: Dtypes
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
-    original: ReferenceType[nn.Module] | None = None
+    original: Original | None = None
     compared_in: Sequence[torch.dtype] = BOTH
     batches: Sequence[int] = ()
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
@@ -125,6 +128,12 @@ class Network:
     def gone(self) -> list[str]:
         """The removed branches, by name."""
         return [branch.name for branch in self.selected.gone]
+
+
+def original_of(model: nn.Module) -> Original:
+    """Return a function that returns the model, and keeps a small one alive."""
+    size = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    return ref(model) if size > _KEPT_ALIVE else lambda: model
 
 
 Pass = Callable[[Network], Network]
@@ -172,4 +181,4 @@ def copies_of(model: nn.Module) -> Network:
     free = bank.free
     sizes = sizes_taken(gated, example, free) if free else ({},)
     z = bank.double().z().cpu()
-    return Network(gated, plain, bank.plan, z, example, dtypes, free, sizes, ref(model))
+    return Network(gated, plain, bank.plan, z, example, dtypes, free, sizes, original_of(model))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType
 
 import torch
 from torch import SymInt, Tensor, nn
@@ -28,7 +27,7 @@ from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restored
 from l0prune.exporting.certify.free_shapes import shapes_hold
 from l0prune.exporting.handed_out import Mark, are_marked, marks_of
-from l0prune.exporting.network import Network
+from l0prune.exporting.network import Network, Original
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
 from l0prune.exporting.state import attributes_kept, state_of
@@ -68,7 +67,7 @@ class ExportedPart:
     form: int = 1
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
-    original: ReferenceType[nn.Module] | None = None
+    original: Original | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
 
@@ -141,7 +140,7 @@ class Whole:
     make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
     free: FreeSizes = ALL_FIXED
     why_fixed: str = ""
-    original: ReferenceType[nn.Module] | None = None
+    original: Original | None = None
     marks: Mapping[str, Mark] = field(default_factory=dict)
 
     @property

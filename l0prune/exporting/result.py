@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from l0prune.errors import L0pruneError, UsageError, in_a_line, warn
 from l0prune.exporting.certify.certificate import Certificate, Check
 from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut
-from l0prune.exporting.network import copies_of
+from l0prune.exporting.network import copies_of, original_of
 from l0prune.exporting.notes import CHANGED
 from l0prune.exporting.onnx.derived import Derived, InFloat32, wanted
 from l0prune.exporting.onnx.file import describe
@@ -89,7 +88,7 @@ class Export(Outcome):
     def measure_rounding_of(self, uncut: nn.Module) -> None:
         """Measure runtimes' rounding on this uncut model, where the gated one will be gone."""
         if isinstance(self._made, Whole):
-            self._made = replace(self._made, original=ref(uncut))
+            self._made = replace(self._made, original=original_of(uncut))
 
     @property
     def program(self) -> ExportedProgram:

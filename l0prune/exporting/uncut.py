@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.export import ExportedProgram
 
 from l0prune.capture.copying import copied_around
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import NotGated
+from l0prune.errors import NotGated, warn
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.certificate import RuntimeRounding
 from l0prune.exporting.certify.difference import common_scales, comparable, differences
@@ -25,7 +24,7 @@ from l0prune.exporting.certify.dtypes import (
     lent,
     placed,
 )
-from l0prune.exporting.network import copies_of
+from l0prune.exporting.network import Original, copies_of
 from l0prune.exporting.own_class.sizes import resized
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.program import reexport
@@ -36,17 +35,20 @@ Run = Callable[[ExportedProgram, Inputs], Sequence[Tensor]]
 
 
 @stage("measuring how much the runtime rounds")
-def rounding_in(
-    run: Run, original: ReferenceType[nn.Module] | None, inputs: Inputs
-) -> RuntimeRounding:
+def rounding_in(run: Run, original: Original | None, inputs: Inputs) -> RuntimeRounding:
     """Return the error of each output where a runtime runs the uncut network in float32.
 
     That is the gated network at its old sizes; the model itself, if it carries no gates. Networks
     round more on some inputs than on others: it runs on these ``inputs``, or on its example, if
-    they are those of a part. Empty where that is unknown: the user's model is gone, or the runtime
-    fails.
+    they are those of a part. Empty where that is unknown: the user's model is gone, of which a
+    warning tells, or the runtime fails.
     """
     model = original() if original is not None else None
+    if original is not None and model is None:
+        warn(
+            "the gated model is gone, so that nobody can tell how much this runtime rounds by "
+            "itself, and a file may be refused for it: keep the model until the files are written"
+        )
     with suppress(Exception):  # each runtime has its own
         for whole, plain, given in _runs(model, inputs) if model is not None else ():
             with suppress(Exception):

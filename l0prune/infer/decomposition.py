@@ -6,6 +6,7 @@ The calls that replace them have rules, and compute the same by torch's definiti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ def take_apart(program: ExportedProgram) -> None:
     module = program.graph_module
     _drop_identities(module)
     renamed = []
-    for node in list(module.graph.nodes):
-        inner = _made_of(node) if _is_unknown(node) else None
+    unknown = [node for node in module.graph.nodes if _is_unknown(node)]
+    recipes = _recipes() if unknown else {}
+    for node in unknown:
+        inner = _made_of(node, recipes)
         if inner is None:
             continue
         leaves = pytree.tree_leaves((node.args, node.kwargs))
@@ -112,7 +115,7 @@ def _recipes() -> dict[Any, Any]:
     }
 
 
-def _made_of(node: Node) -> GraphModule | None:
+def _made_of(node: Node, recipes: Mapping[Any, Any]) -> GraphModule | None:
     """Return a call's decomposition as a graph over its tensors and sizes; None without one."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
@@ -129,7 +132,7 @@ def _made_of(node: Node) -> GraphModule | None:
 
     try:
         with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
-            traced = make_fx(call, _recipes())(*(values[n] for n in operands))
+            traced = make_fx(call, recipes)(*(values[n] for n in operands))
     except Exception:  # torch has no decomposition for this call
         return None
     is_known = not any(n.op == "get_attr" or _is_unknown(n) for n in traced.graph.nodes)

@@ -63,6 +63,14 @@ def test_names_that_graphs_of_torch_need_are_refused_before_the_training(name):
     assert l0prune.export(l0prune.gate(deeper, torch.randn(2, 4))).program is not None
 
 
+def test_finite_parameters_whose_sum_overflows_are_no_cause_for_a_warning(recwarn):
+    model = nn.Linear(2, 2).half()
+    with torch.no_grad():
+        model.weight.fill_(6e4)
+    warn_of_nan(model)
+    assert not recwarn.list
+
+
 def test_parameters_of_nan_are_named():
     model = plain()
     with torch.no_grad():

@@ -1,11 +1,14 @@
 """Rounding of a runtime, by the file of the uncut network beside its exact answer."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 import l0prune
-from l0prune.errors import CertificateError
+from l0prune.errors import CertificateError, L0pruneWarning
+from l0prune.exporting import network
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import RuntimeRounding, compare_run
 from l0prune.exporting.onnx import file, writing
@@ -25,6 +28,10 @@ class Net(nn.Module):
 
 @pytest.fixture
 def gated():
+    return net()
+
+
+def net():
     torch.manual_seed(0)
     model = l0prune.gate(Net().eval(), (torch.randn(2, 6),))
     with torch.no_grad():
@@ -51,6 +58,27 @@ def test_a_runtime_is_allowed_what_it_rounds_in_the_uncut_network(
     assert check.error == pytest.approx(ROUNDING, rel=0.1)
     assert check.rounding == pytest.approx(ROUNDING, rel=0.1)
     assert check.tolerance == 2 * check.rounding
+
+
+def test_a_small_model_that_nobody_holds_is_still_known(monkeypatch, tmp_path):
+    small = l0prune.export(net())
+    gc.collect()
+    monkeypatch.setattr(file.Session, "__call__", rounds(file.Session.__call__))
+    small.save_onnx(tmp_path / "net.onnx")
+    found = [check.error for check in small.certificate.checks if check.what == "onnx"]
+    assert max(found) == pytest.approx(ROUNDING, rel=0.1)
+
+
+def test_a_large_model_that_nobody_holds_is_named_as_the_cause(monkeypatch, tmp_path):
+    monkeypatch.setattr(network, "_KEPT_ALIVE", 0)
+    small = l0prune.export(net())
+    gc.collect()
+    monkeypatch.setattr(file.Session, "__call__", rounds(file.Session.__call__))
+    with (
+        pytest.warns(L0pruneWarning, match="keep the model until the files are written"),
+        pytest.raises(CertificateError, match="onnx in float32"),
+    ):
+        small.save_onnx(tmp_path / "net.onnx")
 
 
 def test_what_is_wrong_in_the_small_file_alone_is_a_fault(gated, small, monkeypatch, tmp_path):
