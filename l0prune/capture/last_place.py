@@ -10,6 +10,7 @@ the variance as E[x²] - E[x]², rounds far more than any change of the weights 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -26,14 +27,28 @@ TIMES = 2  # an error of more times the rounding is a fault: two networks round
 def moved(tensor: Tensor, seed: int) -> Tensor:
     """Return the values in float32, each moved up or down at random by a unit in the last place.
 
-    Whole numbers stay: they may be indices, counts or masks. So does what would become infinite.
+    Whole numbers stay: they may be indices, counts or masks. So do infinities.
     """
     single = tensor.detach().float()
-    generator = torch.Generator().manual_seed(seed)
-    is_up = torch.randint(2, single.shape, generator=generator).bool().to(single.device)
-    limits = torch.where(is_up, float("inf"), float("-inf")).to(single)
-    near = torch.nextafter(single, limits)
-    return torch.where((single == single.round()) | ~near.isfinite(), single, near)
+    start, size = seed * _STRIDE % _SIGNS, single.numel()
+    signs = _signs()[start:]
+    if size > len(signs):
+        signs = signs.repeat(-(-size // len(signs)))
+    steps = signs[:size].view(single.shape).to(single.device)
+    steps = steps.masked_fill(single == single.round(), 0)
+    return (single.view(torch.int32) + steps).view(torch.float32)
+
+
+_SIGNS = (1 << 20) + 7  # a prime, so that they repeat at no size of a matrix
+_STRIDE = 0x9E3779B1  # takes successive seeds to places far apart
+
+
+@cache
+def _signs() -> Tensor:
+    """Return random signs, twice in a row, so that as many follow each of the first ones."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (_SIGNS,), generator=generator, dtype=torch.int8)
+    return (2 * signs - 1).repeat(2)
 
 
 class MovedResults(TorchFunctionMode):

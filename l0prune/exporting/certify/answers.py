@@ -5,7 +5,7 @@ Outputs are named by their keys or fields, else by their positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from l0prune.running.device import device_of
 
 
 class Rounding:
-    """Float32 rounding of a model, or of its submodule at ``path``; measured on first access.
+    """Float32 rounding of a model, or of its submodule at ``path``; measured when it is asked for.
 
     Args:
         model: by its own exact answer, so that a fault of the model does not count as rounding.
@@ -51,23 +51,28 @@ class Rounding:
     ) -> None:
         self._model, self._inputs, self._exact = model, inputs, exact
         self._path, self._scales = path, scales
+        self._found: list[list[float]] = []
+
+    def runs(self) -> Iterator[list[float]]:
+        """Yield the error of each output tensor in float32, of one run after another, with weights,
+        inputs and results moved at random by one unit in the last place. The first caller that
+        needs a run makes it. Ends where the model does not run so.
+        """
+        for number in range(RUNS):
+            if number == len(self._found):
+                try:
+                    self._found.append(self._errors(_SEEDS * (number + 1)))
+                except CertificateError:
+                    return
+            yield self._found[number]
+
+    @stage("measuring how much float32 rounds")
+    def _errors(self, seed: int) -> list[float]:
+        return differences(self._answer, self._run(torch.float32, seed), self._scales)
 
     @cached_property
-    @stage("measuring how much float32 rounds")
-    def errors(self) -> list[float]:
-        """Error of each output tensor in float32, with weights, inputs and results moved at random
-        by one unit in the last place: the largest of a few runs. Empty where the model does not
-        run so.
-        """
-        try:
-            exact = self._run(self._exact)
-            found = [
-                differences(exact, self._run(torch.float32, _SEEDS * (run + 1)), self._scales)
-                for run in range(RUNS)
-            ]
-        except CertificateError:
-            return []
-        return [max(of) for of in zip(*found, strict=True)]
+    def _answer(self) -> list[Any]:
+        return self._run(self._exact)
 
     def _run(self, dtype: torch.dtype, seed: int | None = None) -> list[Any]:
         again, given = lent(self._model, dtype), self._inputs
@@ -104,7 +109,8 @@ class Answer:
         scales: the largest value of each tensor over all inputs run together.
         whose: of the ``gated`` model, or of the ``module`` that the user gets.
         dtypes: in which the model was run.
-        measured: the rounding of its output tensors in float32; empty if it cannot be measured.
+        measured: returns the rounding of its output tensors in float32, in one run after another;
+            empty if it cannot be measured.
         macs: multiply-accumulates for one example, as torch counts them; None if not counted.
     """
 
@@ -116,7 +122,7 @@ class Answer:
     scales: tuple[float, ...] = ()
     whose: Literal["gated", "module"] = "gated"
     dtypes: Sequence[torch.dtype] = BOTH
-    measured: Callable[[], Sequence[float]] = tuple
+    measured: Callable[[], Iterable[Sequence[float]]] = tuple
     macs: float | None = None
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
@@ -139,7 +145,7 @@ class Answer:
     def measured_on(self, model: nn.Module, path: str = "") -> Answer:
         """Return the answer with a model, or its submodule, on which rounding is measured."""
         rounding = Rounding(model, self.inputs, self.dtypes[0], path, self.scales)
-        return replace(self, measured=lambda: rounding.errors)
+        return replace(self, measured=rounding.runs)
 
     def of_tensors(self) -> Answer:
         """Return the answer with tensors only, without numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -381,8 +382,8 @@ def _judged(
 ) -> tuple[float, float, float | None]:
     """Return the error that decides, the tolerance for it, and the rounding in float32.
 
-    Rounding is measured in several runs if one run leaves open whether the error is more, and then
-    in the runtime, by ``own``.
+    Rounding is measured in a few more runs, until they explain the error, if one run leaves that
+    open, and then in the runtime, by ``own``.
     """
     error, usual = largest(errors), TOLERANCE[name_of(dtype)]
     if dtype == torch.float64:
@@ -392,11 +393,15 @@ def _judged(
     if not allowed < error < math.inf:
         return error, allowed, alone if len(answer.dtypes) > 1 and math.isfinite(alone) else None
     most = answer.roundings
-    measured = answer.measured()
-    if len(measured) == len(most):
-        most = list(map(max, most, measured))
     each = [max(_allowed(rounding), usual) for rounding in most]
-    if any(e > a for e, a in zip(errors, each, strict=True)):
+    for measured in answer.measured():
+        if len(measured) != len(most):
+            break
+        most = list(map(max, most, measured))
+        each = [max(_allowed(rounding), usual) for rounding in most]
+        if not any(map(operator.gt, errors, each)):
+            break
+    if any(map(operator.gt, errors, each)):
         found = own(answer.inputs)
         if len(found.errors) == len(most) == len(answer.scales):
             runtime = [

@@ -192,5 +192,5 @@ def _only(answer: Answer, place: int) -> Answer:
         single=[alone.single[place]],
         names=alone.names[place : place + 1],
         scales=alone.scales[place : place + 1],
-        measured=lambda: answer.measured()[place : place + 1],
+        measured=lambda: (found[place : place + 1] for found in answer.measured()),
     )
