@@ -249,10 +249,11 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> ChosenClass:
     """
     checking = f"{original_class(own.plain).__name__}: checking the smaller model"
     unread = _no_inputs(own.unread, own.plain, references)
-    first, *others = own.candidates
-    ways = list(others) if joined(unread, first) == first else [first, *others]
+    with_unread = [joined(unread, each) for each in own.candidates]
+    first, *others = with_unread
+    ways = others + [each for each in own.candidates if each not in with_unread]
     with stage(checking):
-        sure = best = _judged(own, joined(unread, first), references)
+        sure = best = _judged(own, first, references)
     for number, changes in enumerate(ways, 2):
         if not any(best.faults):
             break
