@@ -116,3 +116,23 @@ def test_kinds_come_nearer_to_the_example():
         assert bool(((ratio > 0.69) & (ratio < 1.31) & (ratio != 1)).all())
     assert last == (example,)
     assert F.one_hot(rows[1][0][1], 3).shape == (5, 3)
+
+
+def test_a_detector_is_compared_where_it_finds_something(tmp_path):
+    """In noise its outputs are near 0, where a runtime's sigmoid is right to few digits."""
+    pattern = torch.tensor([1.0, -1.0]).repeat(16)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1), nn.Sigmoid()).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(pattern * torch.linspace(0.5, 1.5, 32)[:, None])
+        model[0].bias.zero_()
+        model[2].weight.fill_(20 / 32**2)
+        model[2].bias.fill_(-25)
+    x = 3 * pattern * torch.tensor([[1.0], [1.1]])
+    model = close_half(l0prune.gate(model, x, exclude=["0.in"]))
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[1::2] = 9
+    small = l0prune.export(model)
+    assert {check.batch for check in small.certificate.checks} == set(BATCHES)
+    (piece,) = small.pieces
+    assert piece.answers[0].scales[0] > 0.01
+    small.save_onnx(tmp_path / "net.onnx")
