@@ -3,8 +3,9 @@
 With centred moments W = C_xx⁻¹ C_xy and b = μ_y − μ_x W; without a bias the same of moments about
 zero. Both are regularised towards existing weights W₀:
 
-    W_λ = (C_xx + λ·D)⁻¹ (C_xy + λ·D·W₀),  D the diagonal of C_xx.
+    W_λ = (C_xx + λ·D + ν)⁻¹ (C_xy + (λ·D + ν)·W₀),  D the diagonal of C_xx,
 
+with ν of 1e-8 of the largest variance, so that inputs that are rounding alone keep their weights.
 The strength (λ from 1e-5 to 1, or W₀ itself) is chosen for each output by its error on held-out
 moments, so that few samples do no harm.
 """
@@ -19,6 +20,9 @@ from torch import Tensor
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
 _WIDE = 5120  # features above which products are in single precision
+# Of the largest variance of an input: a part of one as small as this, by its square, is what results
+# of runtimes may differ by (``certificate.LARGEST``), and no weight is to be built on it.
+NOISE = 1e-8
 
 
 def precision(features: int) -> torch.dtype:
@@ -139,9 +143,10 @@ def strengths(features: int) -> tuple[float, ...]:
 
 
 def damping(c_xx: Tensor, strength: float) -> Tensor:
-    """Return the diagonal of λ·D; λ for inputs that are always zero, against singularity."""
+    """Return the diagonal of λ·D + ν, with λ for inputs that are always zero."""
     diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
-    return strength * torch.where(diagonal > 0, diagonal, 1.0)
+    noise = NOISE * diagonal.amax(1, keepdim=True)
+    return strength * torch.where(diagonal > 0, diagonal, 1.0) + noise
 
 
 @dataclass(frozen=True, slots=True)

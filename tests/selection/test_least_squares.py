@@ -51,6 +51,18 @@ def test_damping_is_chosen_by_what_was_held_out():
     assert abs(found.error - share) < 0.3 * share
 
 
+def test_no_weight_is_built_on_an_input_that_is_rounding_alone():
+    x, y = data(0, groups=1)
+    dust = 1e-7 * (y[..., :1] - y[..., :1].mean())  # which explains the first output
+    seen = moments(torch.cat([x[..., :2], dust], 2), y)
+    found = solve(seen, seen, torch.zeros(1, 3, 3).double(), has_bias=True)
+    c_xx, c_xy, _ = seen.about(mean=True)
+    noise = 1e-8 * c_xx.diagonal(dim1=1, dim2=2).max()
+    exact = torch.linalg.solve(c_xx + noise * torch.eye(3), c_xy)
+    assert float(exact[0, 2].abs().max()) < 100  # 1e7 without
+    torch.testing.assert_close(found.weight, exact, rtol=1e-2, atol=1e-2)
+
+
 def test_what_stays_makes_up_for_what_goes():
     # Where inputs are the dense ones: W_k + C_kk⁻¹ C_kc W_c, and b + (μ_c − μ_k C_kk⁻¹ C_kc) W_c.
     x, _ = data(1, groups=1, rows=2000)

@@ -47,11 +47,10 @@ from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import counting, steps
 from l0prune.selection.fitting import Fitting
-from l0prune.selection.least_squares import Moments, damping, strengths
+from l0prune.selection.least_squares import NOISE, Moments, damping, strengths
 from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
-_NOISE = 1e-10  # of the largest variance
 _LARGEST = 2304  # most features for a full covariance
 _ROWS, _FEW_ROWS = 1 << 18, 1 << 15  # of one layer, at most, and so many where features are few
 _FOR_EACH = 16  # rows for each feature that are enough
@@ -287,7 +286,7 @@ class _Inputs:
 def _without_noise(covariance: Tensor) -> Tensor:
     """Return C with variances no smaller than what the largest ones are rounded to."""
     variances = covariance.diagonal(dim1=1, dim2=2)
-    least = _NOISE * variances.amax(1, keepdim=True)
+    least = NOISE * variances.amax(1, keepdim=True)
     return covariance + (least - variances).clamp(min=0).diag_embed()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from l0prune.selection.least_squares import DAMPING, Moments, left_of
+from l0prune.selection.least_squares import DAMPING, NOISE, Moments, left_of
 
 _STEPS, _ENOUGH = 100, 1e-6  # most steps of a solution, and the relative residual that ends it
 
@@ -117,6 +117,7 @@ class _Quadratic:
         """Return the weight at the minimum, damped by λ towards the prior."""
         # Elements that no input reaches stay.
         damp = strength * torch.where(self._diagonal > 0, self._diagonal, 1.0)
+        damp = damp + NOISE * self._diagonal.max()
         residual = self._slope - self._curvature(self.prior)
         return self.prior + _conjugate_gradients(
             lambda step: self._curvature(step) + damp * step, residual, self._diagonal + damp

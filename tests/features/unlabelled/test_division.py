@@ -6,6 +6,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import L0pruneWarning
+from l0prune.features.unlabelled import division
 from l0prune.features.unlabelled.compensate import calibration
 from l0prune.features.unlabelled.division import Division, _pooled
 from l0prune.features.unlabelled.fidelity import relative_error
@@ -123,8 +124,16 @@ def test_pooled_values_never_fall():
     assert torch.allclose(pooled, torch.tensor([1, 7 / 3, 7 / 3, 7 / 3, 4.5, 4.5]))
 
 
-def test_sizes_of_inputs_change_no_division():
-    found = []
+def test_sizes_of_inputs_change_no_division(monkeypatch):
+    found, inverse = [], division._damped_inverse
+    chosen = list[float]()
+
+    def noted(covariance, strength):
+        if covariance.dtype == torch.float64:  # those that are compared are in single precision
+            chosen.append(strength)
+        return inverse(covariance, strength)
+
+    monkeypatch.setattr(division, "_damped_inverse", noted)
     for scale in (1.0, 1e-14, 1e14):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)).eval()
@@ -133,7 +142,9 @@ def test_sizes_of_inputs_change_no_division():
             model[0].bias *= scale
             model[2].weight /= scale
         small = l0prune.shrink(model, torch.randn(256, 6), "params=0.7", round_to=1, batch_size=32)
-        found.append((small.widths, round(small.fidelity.error, 4)))
+        found.append((small.widths, round(small.fidelity.error, 4), tuple(chosen)))
+        chosen.clear()
+    assert found[0][2]
     assert found[0] == found[1] == found[2]
 
 
