@@ -57,7 +57,7 @@ from l0prune.running.inputs import inputs_for, inputs_of
 
 PATH = ROOT / "runs" / "real.jsonl"
 REPORTS = ROOT / "runs" / "real"  # pages
-KEY, LIMIT = ("model", "way"), 900
+KEY, LIMIT = ("model", "way"), 1800
 NETWORKS_TIMED = 16  # for a table of times
 SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
 LEARN: dict[str, Any] = {"batch_size": 32, "lr": 1e-3, "progress": False}

@@ -20,8 +20,8 @@ from torch import Tensor
 DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _LARGE, _FEWER = 1500, (1e-4, 1e-2, 1.0)  # from so many features each strength takes seconds
 _WIDE = 5120  # features above which products are in single precision
-# Of the largest variance of an input: a part of one as small as this, by its square, is what results
-# of runtimes may differ by (``certificate.LARGEST``), and no weight is to be built on it.
+# Of the largest variance of an input. Its root is what results of runtimes may differ by
+# (``certificate.LARGEST``), on which no weight is to be built.
 NOISE = 1e-8
 
 
