@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode, pytree
+from l0prune.capture.compat import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+)
 from l0prune.capture.example_inputs import tensors_in
 from l0prune.capture.provenance import origin_of
 from l0prune.errors import CaptureError
@@ -215,6 +221,30 @@ def inline_graph(
     for old in dict.fromkeys([*node.users, node]):
         module.graph.erase_node(old)
     return [n for key, n in new.items() if key.op != "placeholder"], renamed
+
+
+def decomposed(
+    node: Node, values: Sequence[Any], recipes: Mapping[Any, Any], mode: AbstractContextManager[Any]
+) -> GraphModule:
+    """Return a call as a graph over its input nodes, with operators replaced by these recipes.
+
+    Args:
+        node: the call.
+        values: of its ``all_input_nodes``.
+        recipes: decompositions, by operator.
+        mode: of the fake values.
+
+    Raises:
+        Exception: torch cannot trace it.
+    """
+
+    def call(*given: Any) -> Any:
+        known = dict(zip(node.all_input_nodes, given, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        return make_fx(call, dict(recipes))(*values)
 
 
 def inline_transforms(program: ExportedProgram) -> None:

@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from l0prune.capture.compat import (
     FakeTensor,
     OpOverload,
     core_aten_decompositions,
-    enable_python_dispatcher,
     pytree,
 )
-from l0prune.capture.inlining import finish, inline_graph
+from l0prune.capture.inlining import decomposed, finish, inline_graph
 from l0prune.capture.provenance import origin_of
 from l0prune.infer.nodes import (
     IDENTITIES,
@@ -51,9 +49,7 @@ def take_apart(program: ExportedProgram) -> None:
         inner = _made_of(node, recipes)
         if inner is None:
             continue
-        leaves = pytree.tree_leaves((node.args, node.kwargs))
-        operands = [leaf for leaf in leaves if isinstance(leaf, Node)]
-        new, names = inline_graph(module, node, inner, operands)
+        new, names = inline_graph(module, node, inner, node.all_input_nodes)
         for each in new:
             each.meta |= origin_of(node)
         renamed += names
@@ -117,22 +113,12 @@ def _recipes() -> dict[Any, Any]:
 
 def _made_of(node: Node, recipes: Mapping[Any, Any]) -> GraphModule | None:
     """Return a call's decomposition as a graph over its tensors and sizes; None without one."""
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
-    operands = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+    values = [operand.meta.get("val") for operand in node.all_input_nodes]
     fakes = [value for value in values if isinstance(value, FakeTensor)]
-    if not fakes or any(values[n] is None for n in operands):
+    if not fakes or any(value is None for value in values):
         return None
-
-    def call(*given: Any) -> Any:
-        for n, value in zip(operands, given, strict=True):
-            values[n] = value
-        args, kwargs = pytree.tree_unflatten(values, spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
     try:
-        with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
-            traced = make_fx(call, recipes)(*(values[n] for n in operands))
+        traced = decomposed(node, values, recipes, fakes[0].fake_mode)
     except Exception:  # torch has no decomposition for this call
         return None
     is_known = not any(n.op == "get_attr" or _is_unknown(n) for n in traced.graph.nodes)

@@ -27,7 +27,7 @@ from l0prune.capture.compat import (
     memory_of,
     schema_of,
 )
-from l0prune.capture.inlining import inline_graph
+from l0prune.capture.inlining import decomposed, inline_graph
 from l0prune.exporting.onnx.operators import around_its_tensors, views_that_may_copy
 from l0prune.infer.dataflow import Memory
 from l0prune.infer.nodes import argument, is_assertion, is_writer, may_view, written
@@ -110,19 +110,12 @@ def _same(node: Node) -> Node:
 
 def _decompose(node: Node, mode: Any, translated: Collection[Any], table: Table) -> Any:
     """Replace a call by those of a decomposition."""
-    operator_: Any = node.target
     inputs = node.all_input_nodes
-
-    def compute(*values: Any) -> Any:
-        known = dict(zip(inputs, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-        return operator_(*args, **kwargs)
-
     values = list(map(_value, inputs))
     try:
-        with mode, enable_python_dispatcher(), torch.no_grad():
-            traced = make_fx(compute, decomposition_table=dict(table))(*values)
-            if any(map(is_writer, traced.graph.nodes)):
+        traced = decomposed(node, values, table, mode)
+        if any(map(is_writer, traced.graph.nodes)):
+            with mode, enable_python_dispatcher(), torch.no_grad():
                 traced = make_fx(torch.func.functionalize(traced))(*values)
     except Exception as error:
         raise _Unknown from error
