@@ -212,9 +212,11 @@ class _Search:
                 "or try measure='macs' (--measure macs)"
             )
         nearest = max(tried, key=lambda step: step.share)
+        learns = self._cuts.learn is not None
+        way_on = "Allow more" if learns else "Let it learn (recover=8, --recover 8), allow more"
         return (
             f"no smaller network was found that stays within {allowed:.1%}. With "
-            f"{self._measure}={nearest.share:.2f}: {nearest}. Allow more, or give more inputs"
+            f"{self._measure}={nearest.share:.2f}: {nearest}. {way_on}, or give more inputs"
         )
 
 
