@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
-from l0prune.capture.example_inputs import examples_given, first_of
+from l0prune.capture.example_inputs import examples_given, examples_in, first_of, first_rows
 from l0prune.capture.provenance import is_within
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
@@ -101,11 +101,10 @@ def _trials(
 
 
 def _is_faint(network: Network, inputs: Sequence[Inputs]) -> bool:
-    """Return whether an output is far smaller on these inputs than on the example."""
+    """Return whether an output is far smaller on these inputs than on the example's first rows."""
+    few, single = first_rows(network.example, examples_in(inputs[0])), network.compared_in[-1:]
     try:
-        (of_example,) = answers_of(
-            network.gated, [network.example], dtypes=network.compared_in[-1:]
-        )
+        (of_example,) = answers_of(network.gated, [few], dtypes=single)
         found = _answers(network, inputs)[0].scales
     except CertificateError:  # the model does not take them
         return False

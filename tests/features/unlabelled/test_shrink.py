@@ -215,7 +215,7 @@ def test_a_network_of_which_nothing_is_cut_is_not_the_fastest(network):
         tried.append(int(l0prune.gates(other).open().sum()))
         return 0.02
 
-    with pytest.raises(UsageError, match="no smaller network was found.*recover=8"):
+    with pytest.raises(UsageError, match=r"no smaller network was found.*recover=8"):
         l0prune.shrink(
             model,
             data.train.inputs[:200],
