@@ -11,7 +11,7 @@ import typer
 import l0prune
 from l0prune.cli import options
 from l0prune.cli.export import Onnx, Timed, check_writers, folders, say_written
-from l0prune.cli.messages import emit, err
+from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import (
     free_dims,
     latency_table,
@@ -156,3 +156,5 @@ def shrink(
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)
+    if tolerance is not None and not recover and not json:
+        say("Cut further, a network may learn its way back within the tolerance: --recover 8")

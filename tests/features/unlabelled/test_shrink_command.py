@@ -51,6 +51,13 @@ def test_batches_of_inputs_do_as_the_inputs_themselves(done):
     done("export", "net.gated.pt", "--onnx", "--int8", "--data", "net.py:batches", "--no-time")
 
 
+def test_a_tolerance_says_that_a_network_may_learn(done):
+    asked = "net.py:net", "--data", "net.py:inputs", "--tolerance", "60%", "--measure", "macs"
+    for more, is_said in (((), True), (("--recover", "1"), False)):
+        _, said = done("shrink", *asked, "--no-time", *more)
+        assert ("--recover 8" in said) is is_said
+
+
 def test_a_folder_that_loads_again(done):
     options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--pretrained", "small")
     told, _ = done("shrink", "net.py:net", *options, "--json")
