@@ -12,11 +12,18 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
-from l0prune.capture.example_inputs import examples_given, examples_in, first_of, first_rows
+from l0prune.capture.example_inputs import examples_given, first_of
 from l0prune.capture.provenance import is_within
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, in_a_line
-from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
+from l0prune.exporting.certify.answers import (
+    Answer,
+    answers_of,
+    holds_nan,
+    is_finite,
+    is_valid,
+    output_of,
+)
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
@@ -24,7 +31,8 @@ from l0prune.exporting.certify.certificate import (
     compare,
     compare_in_parts,
 )
-from l0prune.exporting.certify.dtypes import asks_for_less, name_of, restored
+from l0prune.exporting.certify.difference import common_scales
+from l0prune.exporting.certify.dtypes import asks_for_less, lent, name_of, restored
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.network import Network, NotThisWay
 from l0prune.exporting.own_class.choice import Reference, choose, first_right
@@ -101,15 +109,15 @@ def _trials(
 
 
 def _is_faint(network: Network, inputs: Sequence[Inputs]) -> bool:
-    """Return whether an output is far smaller on these inputs than on the example's first rows."""
-    few, single = first_rows(network.example, examples_in(inputs[0])), network.compared_in[-1:]
+    """Return whether an output is far smaller on these inputs than on the first example."""
+    dtype = network.compared_in[-1]
     try:
-        (of_example,) = answers_of(network.gated, [few], dtypes=single)
+        usual = output_of(lent(network.gated, dtype), first_of(network.example), dtype)
         found = _answers(network, inputs)[0].scales
     except CertificateError:  # the model does not take them
         return False
-    pairs = zip(found, of_example.scales, strict=False)
-    return any(scale < _FAINT * usual for scale, usual in pairs)
+    pairs = zip(found, common_scales([usual]), strict=False)
+    return any(scale < _FAINT * of_example for scale, of_example in pairs)
 
 
 def _answers(network: Network, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
