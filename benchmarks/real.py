@@ -169,7 +169,8 @@ def shrunk(judge: Judge, **more: Any) -> Iterator[Row]:
 
 def recovered(judge: Judge) -> Iterator[Row]:
     """By ``shrink`` with training on the network's own answers."""
-    yield from shrunk(judge, recover=learning(judge.real))
+    settings = learning(judge.real)
+    yield from shrunk(judge, recover={n: of for n, of in settings.items() if n != "lr"})
 
 
 def learning(real: Real) -> dict[str, Any]:

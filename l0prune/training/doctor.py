@@ -382,7 +382,7 @@ def diverged(
             ["a smaller lr", "clip=1.0"],
         )
         causes += [f"or one of the gates (gate_lr={rate})"] * gated
-    causes.append("a nan in the data")
+    causes.append("a nan in the data, or an infinite derivative (of a root or a logarithm at 0)")
     if settings.autocast == "fp16":
         causes.append("the range of fp16")
         ways.append("autocast='bf16'")

@@ -14,7 +14,7 @@ from torch import nn
 from l0prune.capture.copying import copied_around
 from l0prune.capture.model_checks import evaluating, modes_kept
 from l0prune.data.dataset import as_arguments, map_tensors
-from l0prune.errors import L0pruneError, UsageError, first_line, warn
+from l0prune.errors import L0pruneError, TrainingError, UsageError, first_line, warn
 from l0prune.exporting.export import export
 from l0prune.exporting.result import Export
 from l0prune.features.unlabelled.compensate import (
@@ -239,13 +239,17 @@ def _recovered(
     before, compensated = held(found), nearness()
     for _, tensor in named_tensors(found.root):  # of others, too, which stay as they are
         tensor.data = tensor.data.clone()
-    with torch.enable_grad(), without_dropout(found.root):
-        run.finetune(found.root, task, **{**settings, "learn": False})
-    after = nearness()
-    if after.error <= compensated.error:
-        return after
+    why = _UNDONE
+    try:
+        with torch.enable_grad(), without_dropout(found.root):
+            run.finetune(found.root, task, **{**settings, "learn": False})
+        after = nearness()
+        if after.error <= compensated.error:
+            return after
+    except TrainingError as error:
+        why = f"the network did not learn: {first_line(error)}"
     hold(found, before)
-    warn(_UNDONE)
+    warn(why)
     return compensated
 
 

@@ -303,6 +303,27 @@ def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     )
 
 
+def test_what_was_found_without_training_stays_where_training_fails():
+    class Rooted(nn.Module):  # whose derivative is infinite at 0
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 3)
+
+        def forward(self, x):
+            return self.last(
+                self.first(x).relu().square().sum(1, keepdim=True).mul(0).sqrt()
+                + x @ x.new_ones(8, 32)
+            )
+
+    torch.manual_seed(0)
+    model, inputs = Rooted().eval(), torch.randn(200, 8)
+    options = {"budget": "params=0.5", "seed": 0, "allow_worse_than_mean": True}
+    wanted = l0prune.shrink(model, inputs, **options)
+    with pytest.warns(L0pruneWarning, match=r"did not learn.*infinite derivative"):
+        found = l0prune.shrink(model, inputs, recover=2, **options)
+    assert found.fidelity == wanted.fidelity
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*so it was undone")
 def test_under_a_tolerance_each_network_learns_before_it_is_judged(network, monkeypatch):
