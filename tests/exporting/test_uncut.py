@@ -23,7 +23,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
 
     def forward(self, x):
-        return self.second(self.first(x).relu())
+        return self.second(self.first(x).relu()) + 16 - 16  # which rounds by some 1e-6
 
 
 @pytest.fixture
@@ -96,6 +96,16 @@ def test_what_is_wrong_in_the_small_file_alone_is_a_fault(gated, small, monkeypa
     assert not (tmp_path / "net.onnx").exists()
 
 
+def test_what_both_files_have_and_torch_has_not_is_a_fault(monkeypatch, tmp_path):
+    """An operator that is translated wrongly is wrong in the uncut network's file, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    small = l0prune.export(l0prune.gate(model, torch.randn(2, 6)))
+    monkeypatch.setattr(file.Session, "__call__", rounds(file.Session.__call__))
+    with pytest.raises(CertificateError, match="onnx in float32"):
+        small.save_onnx(tmp_path / "net.onnx")
+
+
 def test_ten_times_its_rounding_is_a_fault(gated, small, monkeypatch, tmp_path):
     exact = file.Session.__call__
     monkeypatch.setattr(file.Session, "__call__", rounds(exact))
@@ -121,12 +131,12 @@ def test_it_is_the_gated_network_that_is_run(gated, small):
         seen.append(sorted(tuple(p.shape) for p in module.parameters()))
         with torch.no_grad():
             expected, found = gated(x), module(x)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
         return [found]
 
     (error,) = rounding_in(run, piece.original, piece.answers[0].inputs).errors
     assert seen == [[(3,), (3, 16), (16,), (16, 6)]]
-    assert 0 < error < 1e-6
+    assert 0 < error < 4e-6
 
 
 def test_a_model_without_gates_is_the_uncut_network(gated, small):

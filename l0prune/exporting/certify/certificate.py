@@ -43,6 +43,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # ``TIMES`` of what the runtime rounds on the same inputs.
 LARGEST = 1e-4
 _LARGEST_OWN = 1e-3  # and no more than this, beyond which float32 proves nothing
+_TIMES_OWN = 100  # and no more than so many times what PyTorch rounds
 # Cut far down, a network's outputs may vanish beside those it has with all gates open. A runtime's
 # sigmoid, say, is right to a unit in the last place of 1, so that units of these are rounding, too.
 _UNIT = 4 * 2**-24
@@ -409,19 +410,27 @@ def _judged(
                 for e, scale in zip(found.errors, answer.scales, strict=True)
             ]
             runtime = [*map(sum, zip(most, runtime, strict=True))] if found.is_other else runtime
+            allowed_there = _of_runtime(found, runtime, answer.scales, most)
+            each = [*map(max, each, allowed_there)]
             most = list(map(max, most, runtime))
-            each = [*map(max, each, _of_runtime(found, runtime, answer.scales))]
     judged = zip(errors, each, most, strict=True)
     error, allowed, rounding = max(judged, key=lambda of: of[0] / of[1])
     return error, allowed, rounding if math.isfinite(rounding) else None
 
 
 def _of_runtime(
-    found: RuntimeRounding, roundings: Sequence[float], scales: Sequence[float]
+    found: RuntimeRounding, roundings: Sequence[float], scales: Sequence[float], own: list[float]
 ) -> Iterator[float]:
-    """Yield the error of each output that a runtime's rounding on the same inputs explains."""
-    for rounding, opened, scale in zip(roundings, found.open_scales, scales, strict=True):
-        yield min(TIMES * rounding, max(_LARGEST_OWN, _UNIT * opened / scale if scale else 0.0))
+    """Yield the error of each output that a runtime's rounding on the same inputs explains.
+
+    An operator that was translated wrongly is wrong in the uncut network, too: a runtime that
+    seems to round far more than PyTorch, whose roundings are ``own``, computes something else.
+    """
+    for rounding, opened, scale, alone in zip(
+        roundings, found.open_scales, scales, own, strict=True
+    ):
+        units = _UNIT * opened / scale if scale else 0.0
+        yield min(TIMES * rounding, max(min(_LARGEST_OWN, _TIMES_OWN * alone), units))
 
 
 def _allowed(rounding: float) -> float:
