@@ -13,7 +13,7 @@ from with_branches import Dense, Net, X, branches_of, gated, randomised
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.cut_layers import SKIPPED, SkippedModule
 from l0prune.infer.nodes import operator_name
 from l0prune.plan.plan import Plan
 
@@ -244,7 +244,7 @@ def test_branches_of_parts(tmp_path):
     small = l0prune.export(model)
     assert small.gone == tuple(names[1:])
     assert difference(model, small, X) <= 1e-10
-    assert isinstance(small.module.body.blocks[2], SkippedModule)
+    assert isinstance(small.module.body.blocks[2], SKIPPED)
     counted = sum(p.numel() for p in small.module.parameters())
     assert counted == small.params < sum(p.numel() for p in InParts().parameters())
     small.save_onnx(tmp_path / "model.onnx")
