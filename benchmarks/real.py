@@ -60,7 +60,7 @@ REPORTS = ROOT / "runs" / "real"  # pages
 KEY, LIMIT = ("model", "way"), 1800
 NETWORKS_TIMED = 16  # for a table of times
 SHRINK: dict[str, Any] = {"samples": 128, "batch_size": 16, "progress": False}
-LEARN: dict[str, Any] = {"batch_size": 32, "lr": 1e-3, "progress": False}
+LEARN: dict[str, Any] = {"batch_size": 32, "progress": False}
 EPOCHS, LEARNED = 8, 500  # epochs to learn in, at least, and steps
 BUDGETS, SMALLEST = 3, 0.1  # that finetune tries, and the least share of the time
 CALIBRATED = 64  # inputs of a file in eight bits
@@ -169,8 +169,7 @@ def shrunk(judge: Judge, **more: Any) -> Iterator[Row]:
 
 def recovered(judge: Judge) -> Iterator[Row]:
     """By ``shrink`` with training on the network's own answers."""
-    settings = learning(judge.real)
-    yield from shrunk(judge, recover={n: of for n, of in settings.items() if n != "lr"})
+    yield from shrunk(judge, recover=learning(judge.real))
 
 
 def learning(real: Real) -> dict[str, Any]:
@@ -205,7 +204,7 @@ class Best:
 def finetuned(judge: Judge) -> Iterator[Row]:
     """By ``finetune`` on the network's own answers, under the budgets of a bisection."""
     real, table, begun = judge.real, judge.table(), time.process_time()
-    settings = {"report": False, "latency": table, **learning(real)}
+    settings = {"report": False, "latency": table, "lr": 1e-3, **learning(real)}
     names = real.gate.get("outputs", ())
     data = l0prune.with_pseudo_labels(real.inputs, real.model, outputs=names)
     low, high = math.log(SMALLEST), 0.0

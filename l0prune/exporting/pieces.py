@@ -49,7 +49,8 @@ class ExportedPart:
         batches: batch sizes that the programs take, if the batch size is free.
         free: further free sizes, by leaf of the inputs.
         why_fixed: why a size requested as free is fixed, as a clause.
-        original: the user's model, gated or uncut, for the rounding of runtimes; None in parts.
+        original: returns the user's model, gated or uncut, for the rounding of runtimes; None in
+            parts.
         state: of a model captured whole the tensors that carry values from one call to the next, by
             name, as its programs start.
         lost: attributes by which a second call of the part differs from the first: no program keeps
@@ -129,7 +130,7 @@ class Whole:
         make: makes the programs from the module.
         free: sizes requested as free beside the batch.
         why_fixed: why one of them is fixed, if that is known.
-        original: the user's gated model.
+        original: returns the user's gated model.
         marks: of the module's tensors, if it shares them with the module that the user gets.
     """
 

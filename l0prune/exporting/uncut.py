@@ -43,14 +43,17 @@ def rounding_in(run: Run, original: Original | None, inputs: Inputs) -> RuntimeR
     they are those of a part. Empty where that is unknown: the user's model is gone, of which a
     warning tells, or the runtime fails.
     """
-    model = original() if original is not None else None
-    if original is not None and model is None:
+    if original is None:
+        return RuntimeRounding()
+    model = original()
+    if model is None:
         warn(
             "the gated model is gone, so that nobody can tell how much this runtime rounds by "
             "itself, and a file may be refused for it: keep the model until the files are written"
         )
+        return RuntimeRounding()
     with suppress(Exception):  # each runtime has its own
-        for whole, plain, given in _runs(model, inputs) if model is not None else ():
+        for whole, plain, given in _runs(model, inputs):
             with suppress(Exception):
                 found = _rounding_on(run, whole, plain, given)
                 return replace(found, is_other=whole is plain)

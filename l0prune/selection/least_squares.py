@@ -145,8 +145,12 @@ def strengths(features: int) -> tuple[float, ...]:
 def damping(c_xx: Tensor, strength: float) -> Tensor:
     """Return the diagonal of λ·D + ν, with λ for inputs that are always zero."""
     diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
-    noise = NOISE * diagonal.amax(1, keepdim=True)
-    return strength * torch.where(diagonal > 0, diagonal, 1.0) + noise
+    return strength * torch.where(diagonal > 0, diagonal, 1.0) + noise_of(diagonal)
+
+
+def noise_of(variances: Tensor) -> Tensor:
+    """Return ν of each group, shape (groups, 1), for variances of shape (groups, features)."""
+    return NOISE * variances.amax(1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True)

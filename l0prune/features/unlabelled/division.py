@@ -47,7 +47,7 @@ from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.progress.stages import counting, steps
 from l0prune.selection.fitting import Fitting
-from l0prune.selection.least_squares import NOISE, Moments, damping, strengths
+from l0prune.selection.least_squares import Moments, damping, noise_of, strengths
 from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # share of the remaining slots that is removed per round
@@ -286,8 +286,7 @@ class _Inputs:
 def _without_noise(covariance: Tensor) -> Tensor:
     """Return C with variances no smaller than what the largest ones are rounded to."""
     variances = covariance.diagonal(dim1=1, dim2=2)
-    least = NOISE * variances.amax(1, keepdim=True)
-    return covariance + (least - variances).clamp(min=0).diag_embed()
+    return covariance + (noise_of(variances) - variances).clamp(min=0).diag_embed()
 
 
 def _damped_inverse(covariance: Tensor, strength: float) -> Tensor:
