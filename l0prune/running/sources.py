@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,17 @@ from l0prune.files.user_code import called, named
 from l0prune.plan.names import no_data
 from l0prune.progress.stages import steps
 from l0prune.running.batches import Batch, call, count_of_batches
-from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, joined, measured
+from l0prune.running.criteria import (
+    AUTO,
+    IGNORED,
+    NEXT_TOKEN,
+    PERPLEXITY,
+    in_units,
+    joined,
+    measured,
+    sizes_of,
+    units_of,
+)
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
@@ -78,7 +88,8 @@ def with_pseudo_labels(
 
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of
-        ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these.
+        ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these; of
+        several the mean of each one's, over its answers' variance.
 
     Raises:
         DataError: there is nothing to learn from.
@@ -88,23 +99,65 @@ def with_pseudo_labels(
     data = list(data) if isinstance(data, Iterator) else data  # all answers are kept, too
     task = Task.of(_batched(inputs_for(network, data)))
     names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    if task.loss in (AUTO, NEXT_TOKEN):
-        task = Task.of(task, loss=partial(_squared, names=names) if names else "mse")
     if task.metric == PERPLEXITY:  # needs tokens as targets, which are replaced
         task = replace(task, metric=None, metric_name="")
     place = choose_device(device, network)
 
     held = {each for batch in held_out for each in _examples(batch)}
+    answering = _Answering(network, place, names)
     with on_device(network, place), evaluating(network), precision(place, autocast):
-        given = network, batch_size, place, names
-        train = _labelled(task.train, *given, held)
-        test = None if task.test is None else _labelled(task.test, *given, set())
+        train = _labelled(task.train, answering, batch_size, held)
+        units = answering.units()
+        test = None if task.test is None else _labelled(task.test, answering, batch_size, set())
+    if task.loss in (AUTO, NEXT_TOKEN):
+        loss = partial(_squared, names=names, units=units) if names or units else "mse"
+        task = Task.of(task, loss=loss)
     return replace(task, train=train, test=test)
 
 
-def _squared(outputs: Any, answers: Tensor, names: Sequence[str]) -> Tensor:
-    """Return the mean squared difference between the outputs that matter and answers."""
-    return F.mse_loss(_answer(outputs, names), answers)
+def _squared(
+    outputs: Any, answers: Tensor, names: Sequence[str], units: tuple[float, ...]
+) -> Tensor:
+    """Return the mean squared difference between the outputs that matter, in units, and answers.
+
+    Answers are in the outputs' own units, as metrics want them.
+    """
+    found = _answer(outputs, names)
+    if not units:
+        return F.mse_loss(found, answers)
+    sizes = sizes_of(measured(outputs, names))
+    return F.mse_loss(in_units(found, sizes, units), in_units(answers, sizes, units))
+
+
+@dataclass
+class _Answering:
+    """A network that answers, and what it answered.
+
+    Attributes:
+        network, place, names: see ``with_pseudo_labels``.
+        sizes: of several outputs, of the last answer; see ``sizes_of``.
+        answers: all of them.
+    """
+
+    network: nn.Module
+    place: torch.device
+    names: Sequence[str]
+    sizes: list[int] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
+
+    def pair(self, inputs: Any) -> tuple[Any, Tensor]:
+        """Return inputs with their answers."""
+        outputs = call(self.network, to_device(inputs, self.place))
+        self.answers.append(_answer(outputs, self.names).float().cpu())
+        self.sizes = sizes_of(measured(outputs, self.names))
+        return inputs, self.answers[-1]
+
+    def units(self) -> tuple[float, ...]:
+        """Return the units of several outputs, by the answers that are as long as the last one."""
+        if len(self.sizes) < 2:
+            return ()
+        width = sum(self.sizes)
+        return units_of(torch.cat([a for a in self.answers if a.shape[1] == width]), self.sizes)
 
 
 def _answer(outputs: Any, names: Sequence[str]) -> Tensor:
@@ -119,14 +172,7 @@ def _answer(outputs: Any, names: Sequence[str]) -> Tensor:
     return found if found.dtype == torch.float64 else found.float()
 
 
-def _labelled(
-    source: Source,
-    network: nn.Module,
-    batch_size: int,
-    place: torch.device,
-    names: Sequence[str],
-    held: set[bytes],
-) -> Source:
+def _labelled(source: Source, answering: _Answering, batch_size: int, held: set[bytes]) -> Source:
     if isinstance(source, Tensor):
         source = Tensors(source, torch.zeros(len(source)))
     if isinstance(source, Loaded):  # its examples may be inputs alone
@@ -137,7 +183,7 @@ def _labelled(
     for batch in steps(batches, count_of_batches(source, batch_size)):
         inputs = _inputs_of(batch)
         with explain_mismatch([Batch(inputs, None)], "network and data"):
-            pairs.append(_pseudo_labelled(network, inputs, place, names))
+            pairs.append(answering.pair(inputs))
         if held:
             left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))
     if isinstance(source, Tensors):
@@ -203,13 +249,6 @@ def _examples(inputs: Any) -> list[bytes]:
 
 def _rows_of(pair: tuple[Any, Tensor], rows: Tensor) -> Any:
     return map_tensors(pair, lambda each: each[rows] if each.shape[:1] == rows.shape else each)
-
-
-def _pseudo_labelled(
-    network: nn.Module, inputs: Any, device: torch.device, names: Sequence[str]
-) -> tuple[Any, Tensor]:
-    answers = _answer(call(network, to_device(inputs, device)), names)
-    return inputs, answers.float().cpu()
 
 
 def _with_answers(source: Loaded, answers: Tensor) -> Loaded:

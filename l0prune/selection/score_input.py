@@ -18,7 +18,7 @@ from l0prune.plan.plan import Plan
 from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import joined, measured
+from l0prune.running.criteria import in_units, joined, measured, sizes_of, units_of
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
@@ -89,15 +89,17 @@ class ScoreInput:
     def forwards(self) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
         """Yield for each batch a function from gate values to outputs, and the batch's length.
 
-        A batch that the source made is cut to ``batch_size`` examples.
+        A batch that the source made is cut to ``batch_size`` examples. Of several outputs each is
+        in its unit of the function's first call.
         """
         with self._evaluating() as (_, batches), torch.no_grad():
             for inputs, targets, _ in (Batch(*each).head(self.batch_size) for each in batches):
+                units = list[float]()
 
-                def under(z: Tensor, inputs: Any = inputs) -> Tensor:
+                def under(z: Tensor, inputs: Any = inputs, units: list[float] = units) -> Tensor:
                     with self.gates.using(z):
                         outputs = call(self.root, inputs)
-                        return output_tensor(outputs, self.gates.outputs).double()
+                        return even(outputs, self.gates.outputs, units).double()
 
                 yield under, batch_length(inputs, targets)
 
@@ -163,6 +165,19 @@ def output_tensor(outputs: Any, names: Sequence[str] = ()) -> Tensor:
             "--no-branches)"
         )
     return found
+
+
+def even(outputs: Any, names: Sequence[str], units: list[float]) -> Tensor:
+    """Return ``output_tensor``, of several outputs each in its unit, so that they count alike.
+
+    ``units`` are those of these outputs where they are empty, and hold them then.
+    """
+    rows, sizes = output_tensor(outputs, names), sizes_of(measured(outputs, names))
+    if len(sizes) < 2:
+        return rows
+    if not units:
+        units += units_of(rows, sizes)
+    return in_units(rows, sizes, units)
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:

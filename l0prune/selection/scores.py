@@ -30,7 +30,7 @@ from l0prune.progress.stages import counting, stage, steps
 from l0prune.running.batches import usual_batch_size
 from l0prune.running.criteria import Loss, describe
 from l0prune.running.task import Task
-from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
+from l0prune.selection.score_input import ScoreInput, even, mean_over_examples
 
 FORWARDS = 5  # of a branch on each batch: after about so many rounds all are removed
 TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
@@ -255,12 +255,15 @@ def fisher(of: ScoreInput) -> Tensor:
 
 @register("outputs")
 def outputs(of: ScoreInput) -> Tensor:
-    """The mean over the examples of E (d⟨v, o⟩/dz)², v of independent N(0, 1), o the outputs."""
+    """The mean over the examples of E (d⟨v, o⟩/dz)², v of independent N(0, 1), o the outputs.
+
+    Several outputs count alike: each is in its unit; see ``units_of``.
+    """
     generator = torch.Generator().manual_seed(of.seed)
 
     def along(outputs: Any, targets: Any) -> Tensor:
         """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
-        found = output_tensor(outputs, of.gates.outputs)
+        found = even(outputs, of.gates.outputs, [])
         direction = torch.randn(found.shape, generator=generator).to(found)
         return (found * direction).sum() / math.sqrt(len(found))
 

@@ -107,3 +107,27 @@ def test_what_a_pooler_gives_counts_in_no_fidelity():
     pooled = fidelity(model, small.module, batches, names=["pooler_output"]).error
     assert small.fidelity.error < 0.2 * pooled
     assert small.module(input_ids=ids).pooler_output.shape == (40, 16)
+
+
+class InUnits(nn.Module):
+    """Two sums, one of them in a far smaller unit."""
+
+    def __init__(self, unit):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(5, 6)
+        self.one, self.other, self.unit = nn.Linear(6, 2), nn.Linear(6, 3), unit
+
+    def forward(self, x):
+        return self.one(self.first(x).relu()), self.unit * self.other(self.second(x).relu())
+
+
+@pytest.mark.parametrize("score", ["outputs", "ablation"])
+def test_scores_of_outputs_are_the_same_in_every_unit(score):
+    found, x = [], torch.randn(40, 5)
+    for unit in (1.0, 1e-4):
+        model = InUnits(unit).eval()
+        l0prune.gate(model, x[:2])
+        found.append(l0prune.score(model, score, [(x, x)], normalise="none"))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=0)
+    assert found[0].min() > 0

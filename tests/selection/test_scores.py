@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import l0prune
 from l0prune.errors import DataError, NotGated, UsageError
 from l0prune.gating.gate import gates
+from l0prune.running.criteria import in_units, units_of
 from l0prune.running.task import Task
 from l0prune.selection import scores
 
@@ -115,14 +116,16 @@ class Giving(nn.Linear):
     ids=["tuple", "dict", "list"],
 )
 @pytest.mark.one_in(3)
-def test_outputs_of_several_tensors_are_all_their_numbers(made):
-    found = []
-    for each in (lambda y: y, made):
+def test_outputs_of_several_tensors_are_all_their_numbers_in_units(made):
+    found, units = [], ()
+    for each in (lambda y: in_units(y, [1, 3], units), made):
         torch.manual_seed(0)
         x = torch.randn(3, 5)
-        model = l0prune.gate(Giving(each), x)
+        model = Giving(each)
+        units = units_of(nn.Linear.forward(model, x), [1, 3])
+        l0prune.gate(model, x)
         found.append(l0prune.score(model, "outputs", [(x, x)]))
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("made", [lambda y: (y, y[:1]), lambda y: {"loss": y.sum()}])

@@ -203,8 +203,8 @@ class Calibration:
         length = batch_length(first, None)
         with torch.no_grad():
             outputs = call(self.root, first)
-            found, dim = answers_of(outputs, first, self.classes.dim_of, self.gates.outputs)
-        places = found.numel() / (1 if dim is None else found.shape[dim]) / length
+            found = answers_of(outputs, first, self.classes.dim_of, self.gates.outputs)
+        places = found.places / length
         if self.classes.are_scores and places > PROBES:
             count = min(1 if length > 1 else 2, len(self.used) - 1)
             given = [Batch(each, None).head(2).inputs for each in self.used[:count]]

@@ -58,6 +58,7 @@ _FEWEST = 4  # batches
 _TURNS = 3  # each computes costs at the choice of the turn before
 PROBES = 256  # outputs, about, that are compared: examples, or places of them with classes
 _MANY, _FEWER = 24, (0.35, 0.7)  # number of axes from which fewer widths are measured, and these
+_WORST = 1e6  # error of outputs that counts for larger ones, and for those that are no numbers
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # removed shares of an axis at which outputs are measured
 
 
@@ -466,7 +467,8 @@ class Division:
         }
         if len(changed) == 1:  # else they would be large, all together
             changed = {view: partial(_itself, change()) for view, change in changed.items()}
-        return sum(probe.error(changed) for probe in steps(self.probes)) / len(self.probes)
+        errors = [probe.error(changed) for probe in steps(self.probes)]
+        return sum(each if each < _WORST else _WORST for each in errors) / len(errors)  # also NaN
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.

@@ -18,10 +18,12 @@ from l0prune.features.unlabelled.lockstep import real_places
 from l0prune.progress.stages import steps
 from l0prune.running.batches import call
 from l0prune.running.criteria import (
+    STILL,
     class_dim,
     describe,
     is_classification,
     measured,
+    sizes_of,
     tensor_output,
 )
 from l0prune.selection.score_input import output_tensor
@@ -36,7 +38,8 @@ class Fidelity:
     """Nearness of a network's outputs to those of the network that it was cut from.
 
     Attributes:
-        error: the mean square of the difference over the variance of the original's outputs.
+        error: the mean square of the difference over the variance of the original's outputs; of
+            several outputs the mean of each one's.
         agreement: the part of the inputs (of their places, in a dense task) whose largest output is
             the same; None where outputs are single numbers.
     """
@@ -93,14 +96,13 @@ def fidelities(
     apart, alike, count = [_Apart() for _ in others], [0.0 for _ in others], 0
     with torch.no_grad():
         for batch in steps(batches):
-            wanted, dim = answers_of(call(dense, batch), batch, classes, names)
+            wanted = answers_of(call(dense, batch), batch, classes, names)
             for number, other in enumerate(others):
-                found, _ = answers_of(other(batch), batch, classes, names)
-                for mine, theirs in _parts(dim, found, wanted):
-                    apart[number].add(mine, theirs, dim)
-                    if dim is not None:
-                        alike[number] += float((theirs.argmax(dim) == mine.argmax(dim)).sum())
-            count += 0 if dim is None else wanted.numel() // wanted.shape[dim]
+                found = answers_of(other(batch), batch, classes, names)
+                apart[number].add(found, wanted)
+                if wanted.dim is not None:
+                    alike[number] += _alike(found.tensor, wanted.tensor, wanted.dim)
+            count += 0 if wanted.dim is None else wanted.places
     pairs = zip(apart, alike, strict=True)
     return [Fidelity(each.share(), same / count if count else None) for each, same in pairs]
 
@@ -178,15 +180,15 @@ def divergence(
 
     It is Σ p log p − Σ p·found + log Σ exp found, with p the softmax of the wanted scores.
     """
-    scores, found_dim = answers_of(wanted, batch, classes, names)
-    dim = found_dim or 1
-    p = scores.float().softmax(dim)
+    scores = answers_of(wanted, batch, classes, names)
+    dim = scores.dim or 1
+    p = scores.tensor.float().softmax(dim)
     own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
     count = p.numel() / p.shape[dim]
 
     def judge(outputs: Any) -> float:
         error = own
-        for found, part in _parts(dim, answers_of(outputs, batch, classes, names)[0], p):
+        for found, part in _parts(dim, answers_of(outputs, batch, classes, names).tensor, p):
             found = found.float()
             error += _total(found.logsumexp(dim)) - _total(part * found)
         return max(0.0, error / count)
@@ -194,9 +196,16 @@ def divergence(
     return judge
 
 
-def _parts(dim: int | None, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield small parts of tensors of one shape, whole along ``dim``."""
-    size, at = max((size, at) for at, size in enumerate(tensors[0].shape) if at != dim)
+def _alike(found: Tensor, wanted: Tensor, dim: int) -> float:
+    """Return the number of places with the same largest number along a dim."""
+    pairs = _parts(dim, found, wanted)
+    return float(sum(int((a.argmax(dim) == b.argmax(dim)).sum()) for a, b in pairs))
+
+
+def _parts(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield small parts of tensors of one shape, whole along ``dim`` where there is another."""
+    others = [each for each in range(tensors[0].dim()) if each != dim] or [0]
+    size, at = max((tensors[0].shape[at], at) for at in others)
     step = max(1, _PART * size // max(1, tensors[0].numel()))
     return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
 
@@ -209,11 +218,11 @@ def relative_error(
     wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
 ) -> Callable[[Any], float]:
     """Return a function from outputs to their squared error over the wanted ones' variance."""
-    theirs, dim = answers_of(wanted, batch, classes, names)
+    theirs = answers_of(wanted, batch, classes, names)
 
     def judge(outputs: Any) -> float:
         apart = _Apart()
-        apart.add(answers_of(outputs, batch, classes, names)[0], theirs, dim)
+        apart.add(answers_of(outputs, batch, classes, names), theirs)
         return apart.share()
 
     return judge
@@ -221,6 +230,30 @@ def relative_error(
 
 class _Apart:
     """Squared error of outputs over the variance of the wanted outputs, streamed.
+
+    Several outputs count alike, whatever their sizes and units: the error is the mean of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._each = list[_OfOne]()
+
+    def add(self, found: Answers, wanted: Answers) -> None:
+        """Count a batch."""
+        self._each = self._each or [_OfOne() for _ in wanted.each]
+        for one, mine, theirs in zip(self._each, found.each, wanted.each, strict=True):
+            one.add(mine, theirs, wanted.dim)
+
+    def share(self) -> float:
+        """Return the mean square of the error over the variance; of one example over its square.
+
+        Of several outputs those that are always zero say nothing, and do not count.
+        """
+        each = [one for one in self._each if one.squares] or self._each
+        return sum(one.share() for one in each) / max(1, len(each))
+
+
+class _OfOne:
+    """``_Apart`` of one output.
 
     The variance is about the mean of each class, or channel, over examples and places.
     """
@@ -234,15 +267,16 @@ class _Apart:
         at = dim or min(1, wanted.dim() - 1)
         others = [other for other in range(wanted.dim()) if other != at or not at]
         self.count += wanted.numel() // (wanted.shape[at] if at else 1)
-        self.total = self.total + wanted.sum(others, dtype=torch.float64)
-        self.error += _square(found - wanted)
-        self.squares += _square(wanted)
+        for mine, theirs in _parts(at, found, wanted):
+            self.total = self.total + theirs.sum(others, dtype=torch.float64)
+            self.error += _square(mine - theirs)
+            self.squares += _square(theirs)
 
     def share(self) -> float:
-        """Return the mean square of the error over the variance; of one example over its square."""
-        mean = float(self.total.square().sum()) / max(self.count, 1)
-        scale = self.squares - mean if self.count > 1 else self.squares
-        return self.error / max(scale, _NOTHING)
+        """Return the error over the variance, or over the square where that does not vary."""
+        variance = self.squares - float(self.total.square().sum()) / max(self.count, 1)
+        varies = self.count > 1 and variance > STILL * self.squares
+        return self.error / max(variance if varies else self.squares, _NOTHING)
 
 
 def _square(values: Tensor) -> float:
@@ -250,10 +284,33 @@ def _square(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values.flatten(), dtype=torch.float64)) ** 2
 
 
-def answers_of(
-    outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = ()
-) -> tuple[Tensor, int | None]:
-    """Return the outputs that matter for a batch as one tensor, and its dim of classes.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Outputs that matter, for one batch.
+
+    Attributes:
+        tensor: all of them; of several a row for each example, as ``joined``.
+        dim: that of the classes, or None.
+        sizes: of several, how many numbers of a row each has; else [].
+    """
+
+    tensor: Tensor
+    dim: int | None
+    sizes: list[int]
+
+    @property
+    def each(self) -> tuple[Tensor, ...]:
+        """The outputs, one by one."""
+        return self.tensor.split(self.sizes, 1) if self.sizes else (self.tensor,)
+
+    @property
+    def places(self) -> int:
+        """The number of choices between classes, or of all numbers where there are none."""
+        return self.tensor.numel() // (1 if self.dim is None else self.tensor.shape[self.dim])
+
+
+def answers_of(outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = ()) -> Answers:
+    """Return the outputs that matter for a batch.
 
     Of sequences with padding: the other places alone, all in one dim.
 
@@ -269,5 +326,5 @@ def answers_of(
             "the smaller network"
         )
     if real is None or found.shape[:2] != real.shape:
-        return found, classes(outputs)
-    return found[real], None if classes(outputs) is None else 1
+        return Answers(found, classes(outputs), sizes_of(outputs))
+    return Answers(found[real], None if classes(outputs) is None else 1, [])

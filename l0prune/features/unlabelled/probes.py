@@ -70,7 +70,7 @@ class Probe:
             while (read := forward.advance()) is not None:
                 self._first.setdefault(read.view, read.number)
             self._judge = judge(forward.output, batch)
-        self._tape.recorded()
+        self._tape.recorded(forward.output)
 
     def _running(self, tape: Tape | None) -> Any:
         return forwards(self._model, [self.batch], self._weights, tape=tape)

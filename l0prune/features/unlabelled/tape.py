@@ -105,8 +105,10 @@ class Tape:
         shape, strides = tuple(leaf.shape), tuple(leaf.stride())
         return _Result(memory, shape, strides, leaf.dtype, leaf.device, kept)
 
-    def recorded(self) -> None:
-        """End the record: what runs from here on follows it."""
+    def recorded(self, output: Any) -> None:
+        """End the record of a forward with this output: what runs from here on follows it."""
+        for value in _tensors(output):  # complete, perhaps, long before the end
+            self._last[self._memory(value)] = len(self._steps) + 1
         self.start = 1
 
     def begin(self, goal: int = 0) -> None:

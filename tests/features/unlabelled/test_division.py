@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from l0prune.features.unlabelled import division
 from l0prune.features.unlabelled.compensate import calibration
 from l0prune.features.unlabelled.division import Division, _pooled
 from l0prune.features.unlabelled.fidelity import relative_error
+from l0prune.features.unlabelled.probes import Probe
 from l0prune.gating.attaching import bypass
 from l0prune.plan.limits import bounds, limits
 
@@ -157,3 +159,19 @@ def test_an_input_that_hardly_varies_beside_others_is_no_nan():
         model[0].weight[1:] *= 100
     small = l0prune.shrink(model, torch.randn(256, 6), "params=0.8", round_to=1, batch_size=32)
     assert small.fidelity.error < 0.5
+
+
+def test_a_cut_whose_outputs_are_no_numbers_comes_last(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU()).eval()
+    model.append(nn.Linear(24, 3))
+    error = Probe.error
+
+    def failing(self, changed):
+        is_first = any(view.name == "2.weight" for view in changed)
+        return math.nan if is_first else error(self, changed)
+
+    monkeypatch.setattr(Probe, "error", failing)
+    small = l0prune.shrink(model, torch.randn(2048, 6), "params=0.7", round_to=1, samples=2048)
+    assert small.module[0].out_features == 24
+    assert small.module[2].out_features < 24

@@ -60,7 +60,7 @@ def test_whole_numbers_are_left_out_of_the_error():
     x = torch.randn(30, 3)
     dense = Given(lambda x: {"a": [x, x[:, :1]], "b": (x[:, 0] > 0).long() * 1000})
     other = Given(lambda x: {"a": [x + 0.1, x[:, :1]], "b": (x[:, 0] > 5).long() * 1000})
-    expected = 30 * 3 * 0.01 / (torch.cat([x, x[:, :1]], 1).var(0, correction=0) * 30).sum()
+    expected = 3 * 0.01 / x.var(0, correction=0).sum() / 2  # of two outputs, one without an error
     assert fidelity(dense, other, [x]).error == pytest.approx(float(expected), rel=1e-4)
     with pytest.raises(UsageError, match="without its last step"):
         fidelity(Given(lambda x: x.argmax(1)), Given(lambda x: x.argmax(1)), [x])
@@ -84,3 +84,42 @@ def test_outputs_that_say_less_than_a_constant_are_warned_of(error):
     Compensation(before, near, {}).warn_if_useless()
     with pytest.warns(L0pruneWarning, match="say less than a constant"):
         Compensation(before, Fidelity(error, None), {}).warn_if_useless()
+
+
+class Apart(nn.Module):
+    """Returns scores, corners in pixels, zeros and a constant, each with its errors."""
+
+    def __init__(self, by=(0.0, 0.0, 0.0)):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        scores, corners, still = self.by
+        wrong = torch.tensor([1.0, -1.0]).repeat(len(x) // 2)[:, None]
+        far = 500 * x.repeat(1, 10) + corners * wrong
+        return x / 100 + scores * wrong, far, 0 * x, torch.full_like(x, 3.0) + still
+
+
+def test_each_of_several_outputs_counts_alike():
+    torch.manual_seed(0)
+    batches = list(torch.randn(40, 2).split(10))
+    variance = torch.cat(batches).var(0, correction=0).mean().item()
+    for by, wanted in (
+        ((0.005, 0, 0), 0.005**2 / (variance * 1e-4)),
+        ((0, 250, 0), 250**2 / (variance * 500**2)),
+        ((0, 0, 0.3), 0.3**2 / 3**2),
+    ):
+        error = fidelity(Apart(), Apart(by), batches).error
+        assert error == pytest.approx(wanted / 3, rel=1e-4)  # what is always zero does not count
+
+
+def test_outputs_of_many_numbers_are_compared_in_parts(monkeypatch):
+    torch.manual_seed(0)
+    batches = list(torch.randn(40, 70).split(20))
+    other = nn.Linear(70, 70, bias=False).eval()
+    with torch.no_grad():
+        other.weight.copy_(torch.eye(70) + 0.1 * torch.randn(70, 70))
+    wanted = fidelity(nn.Identity(), other, batches, lambda _: None).error
+    monkeypatch.setattr("l0prune.features.unlabelled.fidelity._PART", 100)
+    found = fidelity(nn.Identity(), other, batches, lambda _: None).error
+    assert found == pytest.approx(wanted)
