@@ -292,7 +292,7 @@ def basic_pitch() -> Real:
 def nudenet() -> Real:
     """Boxes around parts of a person: YOLOv8n."""
     made = from_file(wheel("nudenet", "3.4.2") / "nudenet" / "320n.onnx")
-    images = inputs.photographs(72, 320, 0)
+    images = inputs.photographs(192, 320, 0)
     held = list(images[48:].split(4))
     wanted = boxes(answers(made["model"], held)[0])
 
