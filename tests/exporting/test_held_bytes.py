@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,41 @@ def test_a_llama_that_transformers_loads_takes_no_more_than_a_copy(tmp_path, siz
         said = small.save_pretrained(tmp_path / "small")
     assert "So does LlamaForCausalLM.from_pretrained" in said
     assert held.above < MOST
+
+
+def in_files(model, folder):
+    """Which parameters lie in memory that is mapped from files in a folder."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    spans = [line.split()[0].split("-") for line in lines if str(folder) in line]
+    at = [range(int(begin, 16), int(end, 16)) for begin, end in spans]
+    return [any(p.data_ptr() in span for span in at) for p in model.parameters()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_weights_that_lie_in_a_folder_stay_in_its_files(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    model, ids = l0prune.load_model(f"transformers:{tmp_path / 'model'}"), torch.ones(2, 8).long()
+    assert all(in_files(model, tmp_path))
+    l0prune.shrink(
+        model, torch.randint(64, (64, 8)), "params=0.8", batch_size=8, round_to=1, progress=False,
+        allow_worse_than_mean=True,
+    )  # fmt: skip
+    assert all(in_files(model, tmp_path))
+    l0prune.gate(model, ids)
+    l0prune.fit(model, "params=0.5", l0prune.score(model, "magnitude"), round_to=1)
+    small = l0prune.export(model)
+    small.save_pretrained(tmp_path / "small")
+    found = in_files(model, tmp_path)
+    assert all(found[: len(found) - 1])  # the last one is log α
+    again = l0prune.load_model(f"transformers:{tmp_path / 'model'}")
+    mine = dict(model.named_parameters())
+    assert all(torch.equal(mine[name], tensor) for name, tensor in again.named_parameters())
 
 
 def test_files_of_16_bits_are_made_from_what_the_module_holds_where_nothing_was_rounded():
