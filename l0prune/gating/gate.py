@@ -19,7 +19,7 @@ from l0prune.capture.sizes import free_sizes
 from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.undisturbed import undisturbed
 from l0prune.doors import provided
-from l0prune.errors import NothingToPrune, UsageError
+from l0prune.errors import NothingToPrune, UsageError, warn
 from l0prune.gating import defaults
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.axis_trials import offered
@@ -28,18 +28,32 @@ from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import Pin, Plan
 from l0prune.plan.switches import switched
 from l0prune.plan.widths import axes_to_keep
 from l0prune.plan.widths import uniform as uniform_widths
 from l0prune.progress.display import displayed
 
 KeepClass = bool | Literal["native"]
+_ONE_NUMBER = (
+    "the model's code has one number for its size and for another that stays whole; "
+    "keep_class=False lets them differ"
+)
 
 
 def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
     """Return the plan restricted to the axes and equal widths that ``keep_class`` asks for."""
     if keep_class is True:
+        while held := plan.held_whole():  # where these stay, others may have to
+            numbers = {number for number, name in enumerate(plan.names) if name in held}
+            pins = (
+                Pin(f"{name} dim {number}", _ONE_NUMBER)
+                for name, dims in plan.tensors.items()
+                for number, dim in enumerate(dims)
+                if not numbers.isdisjoint(axes_of(dim))
+            )
+            plan = plan.select(set(plan.names) - held)
+            plan = replace(plan, pins=(*pins, *plan.pins))
         return plan
     if keep_class is False:
         return replace(plan, alike=())
@@ -277,6 +291,13 @@ def _selected(
     wanted -= axes_to_keep(plan, keep)
     with_switches = switched(plan, wanted)
     selected = with_switches.select(wanted.intersection(with_switches.names))
+    while held := selected.held_whole():  # where these stay, others may have to
+        warn(
+            f"{listed(sorted(held))} cannot be cut alone, and stays whole: the model's code has "
+            "one number for its size and that of an axis without gates here. Include that one, "
+            "too, or give keep_class=False (--keep-class no)"
+        )
+        selected = selected.select(set(selected.names) - held)
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={include!r}, exclude={exclude!r}, "

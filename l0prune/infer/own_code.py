@@ -219,7 +219,7 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
         standardised=tuple(_standardised(analysis)),
         by_name=plan.code.by_name,
     )
-    alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
+    alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every, _beside(analysis)))
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
 
 
@@ -363,16 +363,38 @@ def _inputs(analysis: Analysis, region: list[Node]) -> Iterator[Layouts]:
 # --- dims of one number ---------------------------------------------------------------------
 
 
-def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -> Iterator[Layouts]:
-    """Yield groups of dims whose sizes a module's code takes from one attribute."""
+def _of_one_number(
+    plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts], beside: Mapping[Layout, set[Layout]]
+) -> Iterator[Layouts]:
+    """Yield groups of dims whose sizes a module's code takes from one attribute.
+
+    Two dims of one tensor, as groups of heads and heads of a group, are two numbers, though they
+    may be equal.
+    """
     for path, dims in sizes.items():
         values = _numbers(model, path)
-        by_kind: dict[tuple[int, str], list[Layout]] = defaultdict(list)
+        by_kind: dict[tuple[int, str], list[list[Layout]]] = defaultdict(list)
         for dim in dims:
             kind = _kind_of(plan, dim)
             if kind is not None and dim.size in values:
-                by_kind[dim.size, kind].append(dim)
-        yield from (tuple(same) for same in by_kind.values() if len(same) > 1)
+                groups = by_kind[dim.size, kind]
+                free = (group for group in groups if beside[dim].isdisjoint(group))
+                if (group := next(free, None)) is None:
+                    groups.append(group := [])
+                group.append(dim)
+        every = chain.from_iterable(by_kind.values())
+        yield from (tuple(same) for same in every if len(same) > 1)
+
+
+def _beside(analysis: Analysis) -> Mapping[Layout, set[Layout]]:
+    """Return for each dim with an axis the others of the tensors that it is a dim of."""
+    found: dict[Layout, set[Layout]] = defaultdict(set)
+    for made in set(analysis.layouts.values()):
+        for dims in made if made and isinstance(made[0], tuple) else (made,):
+            with_axes = {dim for dim in dims if axes_of(dim)}
+            for dim in with_axes:
+                found[dim] |= with_axes - {dim}
+    return found
 
 
 def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:

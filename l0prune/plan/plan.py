@@ -378,6 +378,14 @@ class Plan:
             if torch.equal(kept, before):
                 return
 
+    def held_whole(self) -> set[str]:
+        """Return the names of axes that can lose no slot.
+
+        They have to stay as wide as a dim without any axis, whose size is constant.
+        """
+        held = (dims for dims in self.alike if not all(map(axes_of, dims)))
+        return {self.axes[n].name for dims in held for dim in dims for n in axes_of(dim)}
+
     def _open_first(self, kept: Tensor, number: int, count: int) -> None:
         """Keep the first closed slots of an axis until it keeps ``count``; in place."""
         axis = self.axes[number]

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from networks import Fn
 from torch import nn
 
+import l0prune
+from l0prune.errors import L0pruneWarning, NothingToPrune
 from l0prune.infer.parts import inferred
 from l0prune.plan.layout import show
 
@@ -41,6 +43,37 @@ def test_sizes_that_one_attribute_gives_are_kept_alike():
     plan = plan_of(nn.Sequential(Heads()), torch.randn(2, 5, 12))
     assert shown(plan, plan.code.sizes["0"]) == ["0.q.head_dim", "0.v.head_dim"]
     assert [shown(plan, dims) for dims in plan.alike] == [["0.q.head_dim", "0.v.head_dim"]]
+
+
+class Grouped(nn.Module):
+    """Two groups of two layers' outputs, of which the code knows how many a group has."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups, self.members = nn.Linear(8, 6), nn.Linear(8, 6)
+        self.out, self.of_a_group = nn.Linear(12, 8), 2
+
+    def forward(self, x):
+        rows, places, _ = x.shape
+        groups = self.groups(x).unflatten(-1, (-1, 3))
+        members = self.members(x).view(rows, places, 1, self.of_a_group, 3)
+        sizes = rows, places, groups.shape[2], self.of_a_group, 3
+        return self.out((groups[:, :, :, None].expand(sizes) * members).flatten(2))
+
+
+def test_two_equal_sizes_of_one_tensor_are_two_numbers():
+    plan = plan_of(Grouped(), torch.randn(2, 5, 8))
+    assert [axis.name for axis in plan.axes if axis.size == 2] == ["groups", "members"]
+    assert plan.alike == ()
+
+
+def test_an_axis_that_is_as_wide_as_one_without_gates_stays_whole_from_the_start():
+    model, x = nn.Sequential(Heads()), torch.randn(2, 5, 12)
+    with pytest.warns(L0pruneWarning, match=r"0\.q\.head_dim cannot be cut alone, and stays whole"):
+        l0prune.gate(model, x, include=["0.q.head_dim", "*.heads*"])
+    assert "0.q.head_dim" not in l0prune.gates(model).plan.names
+    with pytest.raises(NothingToPrune), pytest.warns(L0pruneWarning, match="one number"):
+        l0prune.gate(nn.Sequential(Heads()), x, include=["0.q.head_dim"])
 
 
 def test_sizes_that_no_attribute_gives_are_not():

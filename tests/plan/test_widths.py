@@ -79,14 +79,13 @@ def test_the_name_of_an_axis_comes_before_the_path_of_a_layer():
 
 def test_what_cannot_be_as_asked_comes_as_close_as_it_can_and_says_why():
     model = gated(Shuffled, 8)
-    with pytest.warns(L0pruneWarning, match="wide keeps 8 of 8 slots, not 4: the code has one"):
-        _, widths = fitted(model, "width=0.5")
-    assert widths == {"wide": 8, "head": 2, "free": 4}
-    with pytest.raises(UsageError, match=r"wide: width=0.5 cannot be met: wide keeps 8 of 8"):
+    _, widths = fitted(model, "width=0.5")
+    assert widths == {"head": 2, "free": 4}
+    with pytest.raises(UsageError, match=r"wide.weight dim 0 is pinned, the model's code has one"):
         fitted(gated(Shuffled, 8), "wide: width=0.5")
     with pytest.warns(L0pruneWarning, match=r"head keeps 5 of 5 slots, not 7: it has no more"):
         _, widths = fitted(gated(Shuffled, 8), "[hf]*: width=7")
-    assert widths == {"wide": 8, "head": 5, "free": 7}
+    assert widths == {"head": 5, "free": 7}
 
 
 def test_heads_are_counted_by_a_measure_of_their_own():
