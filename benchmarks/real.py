@@ -128,7 +128,9 @@ class Judge:
             else given[:CALIBRATED]
         )
         for bits, file in {"int8": path.with_suffix(".int8.onnx"), "float32": path}.items():
-            asked = {"int8": few} if bits == "int8" else {}
+            allowed = TOLERANCES[within or "1%"]
+            asked: dict[str, Any] = {"int8": few, "tolerance": allowed, "judge": self.lost}
+            asked = asked if bits == "int8" else {}
             try:
                 if asked or not path.exists():
                     is_timed = bool(within) and not asked  # for the report

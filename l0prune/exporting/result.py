@@ -138,7 +138,9 @@ class Export(Outcome):
                 (``in_fewer_bits``). ``int8=data`` writes ``model.int8.onnx``, calibrated with data
                 as ``finetune`` takes them, a batch of inputs, or an iterable of such; unless
                 ``compensate=False``, weights that make up for the rounding are tried, and unless
-                ``fastest=False``, layers that are faster in float32 are computed so.
+                ``fastest=False``, layers that are faster in float32 are computed so. With
+                ``tolerance="1%"`` and ``judge=`` (see ``shrink``) as many layers stay in float32 as
+                the file needs to be within the tolerance.
                 ``dtype="float16"`` (or ``"bfloat16"``) writes ``model.float16.onnx``, with
                 ``half_io=True`` its inputs and outputs, too.
 

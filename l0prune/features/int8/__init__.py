@@ -7,7 +7,7 @@ FEATURE = Feature(
     more={"export": "options"},
     options={"Output": ("int8", "compensate_rounding", "fastest")},
     most_used={"export": ("int8",)},
-    derived={"int8": "file", "compensate": "file", "fastest": "file"},
+    derived=dict.fromkeys(("int8", "compensate", "fastest", "tolerance", "judge"), "file"),
     functions={
         "Quantizing": "training",
         "check_menu": "bits",

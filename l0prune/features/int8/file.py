@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from l0prune.features.int8.search import (
 )
 from l0prune.features.int8.trained import quantized
 from l0prune.plan.globs import listed
+from l0prune.plan.numbers import tolerance_of
 from l0prune.progress.stages import stage, steps
 from l0prune.running.batches import test_batches
 from l0prune.running.evaluate import evaluate_batches
@@ -173,12 +174,17 @@ class Int8File(Derived):
             Weights that were trained with fake quantization stay as they are.
         fastest: whether layers that are faster in float32 are computed so; see ``fastest``. A
             network that was trained with fake quantization has the layers of its training.
+        tolerance: what may be lost by ``judge``, as ``"1%"`` or 0.01: as many of the layers that
+            cost most are computed in float32 as that takes, by doubling.
+        judge: function of a network, the file, that says how much worse it is; see ``shrink``.
 
     Raises:
-        UsageError: no data are given, the model is captured in parts, or the opset is too old.
+        UsageError: no data are given, the model is captured in parts, or the opset is too old; or
+            there is a tolerance without a judge, or the other way round.
     """
 
-    keyword, also, effort = "int8", ("compensate", "fastest"), 20
+    keyword, effort = "int8", 20
+    also = "compensate", "fastest", "tolerance", "judge"
     name = "int8"
 
     def __init__(
@@ -188,7 +194,16 @@ class Int8File(Derived):
         pieces: Sequence[ExportedPart],
         compensate: bool = True,
         fastest: bool = True,
+        tolerance: float | str | None = None,
+        judge: Callable[[OnnxFile], float] | None = None,
     ) -> None:
+        if (tolerance is None) != (judge is None):
+            raise UsageError(
+                "a tolerance of the int8 file is by a judge, a function of the file's network that "
+                "says how much worse it is: give both, or neither"
+            )
+        self._allowed = None if tolerance is None else tolerance_of(tolerance)
+        self._judge = judge
         if isinstance(given, bool):
             raise UsageError("int8 takes inputs to calibrate with, such as the training data")
         quantizer = "onnxruntime.quantization.quantize_static"
@@ -272,16 +287,26 @@ class Int8File(Derived):
         with stage("choosing what of it stays in float32"):
             search = Search(quantizer, comparison, folder / "tried.onnx")
             search.run()
-        if self._is_fastest:
-            with stage("timing what is faster in float32"):
-                search.keep_slow(one_example(proven.piece)[0], proven.threads)
-        if self._compensates:
-            with stage("making up for the rounding"):
-                search.compensate(seen)
-        return search
+        while True:
+            if self._is_fastest:
+                with stage("timing what is faster in float32"):
+                    search.keep_slow(one_example(proven.piece)[0], proven.threads)
+            if self._compensates:
+                with stage("making up for the rounding"):
+                    search.compensate(seen)
+            if self._is_within(search.made(), folder / "judged.onnx") or not search.keep_more():
+                return search
+
+    def _is_within(self, made: onnx.ModelProto, path: Path) -> bool:
+        """Return whether a file is within the tolerance, if there is one."""
+        if self._allowed is None or self._judge is None:
+            return True
+        path.write_bytes(made.SerializeToString())
+        with stage("judging the int8 file"):
+            return self._judge(OnnxFile(path)) <= self._allowed
 
 
-DERIVED["int8"] = DERIVED["compensate"] = DERIVED["fastest"] = Int8File
+DERIVED.update(dict.fromkeys((Int8File.keyword, *Int8File.also), Int8File))
 
 
 def _metrics(

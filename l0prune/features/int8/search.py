@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,18 @@ class Search:
         return self._choose_method()
 
     def _keep_layers(self, error: float) -> None:
+        ranked = list(self._alone)
+        least, chosen, number = error, 0, 1
+        while number * _MOST <= len(ranked) and least > _SMALL:
+            left = self._error([*self._nodes, *ranked[:number]])
+            if left < _WORTH * least:
+                least, chosen = left, number
+            number *= 2
+        self._keep(ranked[:chosen])
+
+    @cached_property
+    def _alone(self) -> dict[str, float]:
+        """The error of each layer where it alone is in eight bits, the largest first."""
         every = _names(self._quantizer.nodes)
         layers = [n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())]
         alone = {
@@ -199,16 +212,31 @@ class Search:
             for name in layers
         }
         ranked = sorted(layers, key=alone.__getitem__, reverse=True)
-        named = [(self._quantizer.layer_of(name), alone[name]) for name in ranked]
-        self.costly = named[:_NAMED]
-        least, chosen, number = error, 0, 1
-        while number * _MOST <= len(layers) and least > _SMALL:
-            left = self._error([*self._nodes, *ranked[:number]])
-            if left < _WORTH * least:
-                least, chosen = left, number
-            number *= 2
-        self._nodes += ranked[:chosen]
-        self.kept += [layer for layer, _ in named[:chosen]]
+        self.costly = [(self._quantizer.layer_of(name), alone[name]) for name in ranked[:_NAMED]]
+        return {name: alone[name] for name in ranked}
+
+    def _keep(self, layers: Sequence[str]) -> None:
+        """Keep layers in float32."""
+        self._nodes += layers
+        self.kept = list(dict.fromkeys((*self.kept, *map(self._quantizer.layer_of, layers))))
+
+    def keep_more(self) -> bool:
+        """Keep more in float32, what costs most first; return whether there was more.
+
+        All operators that do not multiply go first, then layers, each time as many again. What is
+        faster in float32, and weights that compensate, are to be chosen anew.
+        """
+        there = {*self._nodes}
+        kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        others = [name for name in _names(kinds) if name not in there]
+        left = [name for name in self._alone if name not in there]
+        self._slow, self._better, self.speed, self.compensated = [], None, None, None
+        if others:
+            self._nodes += others
+            self.kept = list(dict.fromkeys((*self.kept, *sorted(kinds))))
+        else:
+            self._keep(left[: max(1, len(self._alone) - len(left))])
+        return bool(others or left)
 
 
 def _names(kinds: Mapping[str, Sequence[str]]) -> list[str]:

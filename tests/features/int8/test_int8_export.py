@@ -1,6 +1,8 @@
 """An export in eight bits, from Python and from the command line."""
 
+import copy
 import json
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -11,8 +13,10 @@ from differences import run_onnx
 from rich.console import Console
 from round_trips import metadata
 from timed_network import gated
+from torch import nn
 
 import l0prune
+from l0prune.errors import UsageError
 from l0prune.exporting.onnx.differences import relative_error
 
 
@@ -46,6 +50,34 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, timed):
     assert dense.int8.compensated is None
     assert (dense.int8.times, dense.int8.beside_dense, dense.times) == (None, None, None)
     assert "not timed" in str(dense.int8)
+
+
+def test_layers_stay_in_float32_until_the_judge_is_content(tmp_path):
+    torch.manual_seed(0)
+    widths = [16, 48, 48, 48, 48, 8]
+    layers = [each for pair in pairwise(widths)
+              for each in (nn.Linear(*pair), nn.Tanh())]  # fmt: skip
+    model, x = nn.Sequential(*layers).eval(), torch.randn(96, 16)
+    small = l0prune.export(l0prune.gate(copy.deepcopy(model), x[:2]))
+    with torch.no_grad():
+        wanted = model(x)
+    found, whole = [], []
+
+    def lost(file):
+        found.append(float((file(x) - wanted).square().mean() / wanted.square().mean()))
+        return found[-1]
+
+    asked = {"int8": x[:64], "time": False, "fastest": False}
+    for tolerance in (0.5, 5e-5, 1e-9):
+        found.clear()
+        small.save_onnx(tmp_path / "net.onnx", **asked, tolerance=tolerance, judge=lost)
+        whole.append(len(small.int8.kept))
+        assert found[-1] <= tolerance or tolerance == 1e-9
+        assert all(each > tolerance for each in found[:-1])
+    assert whole[0] == 0 < whole[1] < whole[2]
+    assert found[-1] < 1e-11  # all of it in float32
+    with pytest.raises(UsageError, match="give both, or neither"):
+        small.save_onnx(tmp_path / "net.onnx", **asked, tolerance="1%")
 
 
 def _shown(dense):
