@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -110,7 +109,6 @@ def measured(outputs: Any, names: Sequence[str] = ()) -> Any:
     return (tuple(found) if len(found) > 1 else found[0]) if found else outputs
 
 
-STILL = 1e-8  # part of its mean square that the variance of an output is rounding below
 _SCORES, _STATE = "logits", "last_hidden_state"  # fields of the outputs of transformers
 
 
@@ -128,50 +126,12 @@ def joined(outputs: Any) -> Tensor | None:
     found = tensor_output(outputs)
     if found is not None:
         return found
-    tensors = _with_rows(outputs)
+    each = list[Tensor]()
+    map_tensors(outputs, each.append)
+    tensors = [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return None
     return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
-
-
-def _with_rows(outputs: Any) -> list[Tensor]:
-    """Return the tensors among outputs that hold no whole numbers."""
-    each = list[Tensor]()
-    map_tensors(outputs, each.append)
-    return [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
-
-
-def sizes_of(outputs: Any) -> list[int]:
-    """Return of several outputs how many numbers each has in a row of ``joined``; [] of one."""
-    several = tensor_output(outputs) is None
-    return [t.numel() // max(1, len(t)) for t in _with_rows(outputs)] if several else []
-
-
-def units_of(rows: Tensor, sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return of each of several outputs the unit in which errors of its numbers count.
-
-    In the units u_k of K outputs of n_k numbers the mean square of all numbers is that of the
-    outputs, each over its variance: u_k² = σ_k²·n_k·K / Σn. So outputs count alike: scores of
-    classes beside corners in pixels. An output that does not vary, as that of one example, counts
-    over its mean square.
-
-    Args:
-        rows: answers as ``joined``, shape (examples, numbers).
-        sizes: see ``sizes_of``.
-    """
-    scale, units = len(sizes) / sum(sizes), []
-    for part in rows.detach().double().split(list(sizes), 1):
-        square = part.square().mean()
-        variance = part.var(0, correction=0).mean()
-        found = variance if variance > STILL * square else square
-        units.append(math.sqrt(found * part.shape[1] * scale) or 1.0)
-    return tuple(units)
-
-
-def in_units(rows: Tensor, sizes: Sequence[int], units: Sequence[float]) -> Tensor:
-    """Return joined outputs of these sizes in units; see ``units_of``."""
-    by = torch.tensor(units).to(rows)
-    return rows / by.repeat_interleave(torch.tensor(sizes, device=rows.device))
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:

@@ -44,20 +44,11 @@ from l0prune.files.user_code import called, named
 from l0prune.plan.names import no_data
 from l0prune.progress.stages import steps
 from l0prune.running.batches import Batch, call, count_of_batches
-from l0prune.running.criteria import (
-    AUTO,
-    IGNORED,
-    NEXT_TOKEN,
-    PERPLEXITY,
-    in_units,
-    joined,
-    measured,
-    sizes_of,
-    units_of,
-)
+from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, joined, measured
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
+from l0prune.running.output_parts import Parts, in_units, numbered, parts_of, units_of
 from l0prune.running.task import Source, Task, batch_length, is_split
 
 
@@ -88,8 +79,9 @@ def with_pseudo_labels(
 
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of
-        ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these; of
-        several the mean of each one's, over its answers' variance.
+        ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these. Of
+        several outputs, and of one that is joined of parts (``parts_of``), it is the mean of each
+        one's, over its answers' variance.
 
     Raises:
         DataError: there is nothing to learn from.
@@ -107,16 +99,16 @@ def with_pseudo_labels(
     answering = _Answering(network, place, names)
     with on_device(network, place), evaluating(network), precision(place, autocast):
         train = _labelled(task.train, answering, batch_size, held)
-        units = answering.units()
+        parts, units = answering.parts, answering.units()
         test = None if task.test is None else _labelled(task.test, answering, batch_size, set())
     if task.loss in (AUTO, NEXT_TOKEN):
-        loss = partial(_squared, names=names, units=units) if names or units else "mse"
-        task = Task.of(task, loss=loss)
+        in_parts = partial(_squared, names=names, parts=parts, units=units)
+        task = Task.of(task, loss=in_parts if names or units else "mse")
     return replace(task, train=train, test=test)
 
 
 def _squared(
-    outputs: Any, answers: Tensor, names: Sequence[str], units: tuple[float, ...]
+    outputs: Any, answers: Tensor, names: Sequence[str], parts: Parts, units: tuple[float, ...]
 ) -> Tensor:
     """Return the mean squared difference between the outputs that matter, in units, and answers.
 
@@ -125,8 +117,9 @@ def _squared(
     found = _answer(outputs, names)
     if not units:
         return F.mse_loss(found, answers)
-    sizes = sizes_of(measured(outputs, names))
-    return F.mse_loss(in_units(found, sizes, units), in_units(answers, sizes, units))
+    of = numbered(measured(outputs, names), parts)
+    mine, theirs = (in_units(each.flatten(1), of, units) for each in (found, answers))
+    return F.mse_loss(mine, theirs)
 
 
 @dataclass
@@ -135,29 +128,35 @@ class _Answering:
 
     Attributes:
         network, place, names: see ``with_pseudo_labels``.
-        sizes: of several outputs, of the last answer; see ``sizes_of``.
+        parts: of the outputs, of the first batch; see ``parts_of``.
+        numbers: of the parts in the last answer; see ``numbered``.
         answers: all of them.
     """
 
     network: nn.Module
     place: torch.device
     names: Sequence[str]
-    sizes: list[int] = field(default_factory=list)
+    parts: Parts = ()
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
     answers: list[Tensor] = field(default_factory=list)
 
     def pair(self, inputs: Any) -> tuple[Any, Tensor]:
         """Return inputs with their answers."""
-        outputs = call(self.network, to_device(inputs, self.place))
+        given = to_device(inputs, self.place)
+        if not self.answers:
+            self.parts = parts_of(self.network, given, self.names)
+        outputs = call(self.network, given)
         self.answers.append(_answer(outputs, self.names).float().cpu())
-        self.sizes = sizes_of(measured(outputs, self.names))
+        self.numbers = numbered(measured(outputs, self.names), self.parts)
         return inputs, self.answers[-1]
 
     def units(self) -> tuple[float, ...]:
-        """Return the units of several outputs, by the answers that are as long as the last one."""
-        if len(self.sizes) < 2:
+        """Return the units of several parts, by the answers that are as long as the last one."""
+        if not self.answers or int(self.numbers.max()) == 0:
             return ()
-        width = sum(self.sizes)
-        return units_of(torch.cat([a for a in self.answers if a.shape[1] == width]), self.sizes)
+        shape = self.answers[-1].shape[1:]
+        rows = [answer.flatten(1) for answer in self.answers if answer.shape[1:] == shape]
+        return units_of(torch.cat(rows), self.numbers)
 
 
 def _answer(outputs: Any, names: Sequence[str]) -> Tensor:

@@ -18,9 +18,10 @@ from l0prune.plan.plan import Plan
 from l0prune.progress.stages import steps
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import in_units, joined, measured, sizes_of, units_of
+from l0prune.running.criteria import joined, measured
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
+from l0prune.running.output_parts import in_units, numbered, units_of
 from l0prune.running.task import Task, batch_length
 
 
@@ -172,12 +173,12 @@ def even(outputs: Any, names: Sequence[str], units: list[float]) -> Tensor:
 
     ``units`` are those of these outputs where they are empty, and hold them then.
     """
-    rows, sizes = output_tensor(outputs, names), sizes_of(measured(outputs, names))
-    if len(sizes) < 2:
+    rows, of = output_tensor(outputs, names), numbered(measured(outputs, names))
+    if int(of.max()) == 0:
         return rows
     if not units:
-        units += units_of(rows, sizes)
-    return in_units(rows, sizes, units)
+        units += units_of(rows, of)
+    return in_units(rows, of, units)
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:

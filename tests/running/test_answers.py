@@ -6,7 +6,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import l0prune
 from l0prune.data.dataset import Tensors
 from l0prune.errors import UsageError
-from l0prune.running.criteria import in_units, units_of
 from l0prune.running.sources import has_targets
 
 
@@ -151,16 +150,6 @@ def test_several_outputs_are_answers_in_one_row():
         for each, of in ((torch.ones_like(y), y), (2 * y + 1, y**2))
     )
     assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(wanted.item() / 2, rel=1e-5)
-
-
-def test_several_outputs_count_alike_whatever_their_units_and_sizes():
-    torch.manual_seed(0)
-    rows = torch.cat([1000 * torch.randn(50, 8) + 1, torch.randn(50, 2), torch.ones(50, 3)], 1)
-    units = units_of(rows, [8, 2, 3])
-    found = in_units(rows, [8, 2, 3], units)
-    shares = [part.var(0, correction=0).sum() / rows.shape[1] for part in found.split([8, 2, 3], 1)]
-    torch.testing.assert_close(torch.stack(shares[:2]), torch.full((2,), 1 / 3))
-    assert found[:, 10:].square().sum(1).mean() / rows.shape[1] == pytest.approx(1 / 3)  # still
 
 
 def test_only_named_outputs_are_answers():

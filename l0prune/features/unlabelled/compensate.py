@@ -46,6 +46,7 @@ from l0prune.running.criteria import measured
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for, inputs_of
+from l0prune.running.output_parts import Parts, parts_of
 from l0prune.running.task import batch_length
 
 _FEWEST = 3  # batches
@@ -126,6 +127,7 @@ class Calibration:
         used: batches of inputs that weights are fitted to.
         judged: held-out batches that measure the gain.
         classes: which dim of the outputs holds classes.
+        parts: of the outputs, which count alike.
         is_shared: the weights are another model's, too: they are replaced, not written to.
     """
 
@@ -134,6 +136,7 @@ class Calibration:
     used: list[Any]
     judged: list[Any]
     classes: Classes
+    parts: Parts
     is_shared: bool
 
     def compensate(self) -> Compensation:
@@ -154,7 +157,8 @@ class Calibration:
         return Compensation(before, after, layers)
 
     def _fidelities(self, batches: list[Any], *others: Callable[[Any], Any]) -> list[Fidelity]:
-        return fidelities(self.root, others, batches, self.classes.dim_of, self.gates.outputs)
+        asked = self.classes.dim_of, self.gates.outputs, self.parts
+        return fidelities(self.root, others, batches, *asked)
 
     def _gated(self, batch: Any) -> Any:
         """Return the outputs with gates, where they are bypassed."""
@@ -189,7 +193,8 @@ class Calibration:
     def division(self) -> Division:
         """Measure how a cut of each axis alone changes the outputs; see ``division``."""
         with bypass(self.root), stage("looking at each layer cut alone"):
-            judge = divergence if self.classes.are_scores else relative_error
+            of_parts = partial(relative_error, parts=self.parts)
+            judge = divergence if self.classes.are_scores else of_parts
             by = partial(judge, classes=self.classes.dim_of, names=self.gates.outputs)
             return Division(self.root, self.gates.plan, *self.divided(), by)
 
@@ -270,8 +275,9 @@ def calibration(
         ):
             outputs = measured(call(root, batches[0]), gates.outputs)
             classes = classes_of(outputs, targets, class_dim)
+            parts = parts_of(root, batches[0], gates.outputs)
         used = [batch for number, batch in enumerate(batches) if number % JUDGED]
-        yield Calibration(root, gates, used, batches[::JUDGED], classes, is_shared)
+        yield Calibration(root, gates, used, batches[::JUDGED], classes, parts, is_shared)
 
 
 @contextmanager

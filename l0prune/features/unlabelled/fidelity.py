@@ -18,14 +18,13 @@ from l0prune.features.unlabelled.lockstep import real_places
 from l0prune.progress.stages import steps
 from l0prune.running.batches import call
 from l0prune.running.criteria import (
-    STILL,
     class_dim,
     describe,
     is_classification,
     measured,
-    sizes_of,
     tensor_output,
 )
+from l0prune.running.output_parts import STILL, Parts, apart
 from l0prune.selection.score_input import output_tensor
 
 _NOTHING = 1e-30  # instead of a variance of zero
@@ -39,7 +38,7 @@ class Fidelity:
 
     Attributes:
         error: the mean square of the difference over the variance of the original's outputs; of
-            several outputs the mean of each one's.
+            several outputs, or parts that one is joined of, the mean of each one's.
         agreement: the part of the inputs (of their places, in a dense task) whose largest output is
             the same; None where outputs are single numbers.
     """
@@ -77,12 +76,14 @@ def fidelity(
     batches: Iterable[Any],
     classes: DimOf = class_dim,
     names: Sequence[str] = (),
+    parts: Parts = (),
 ) -> Fidelity:
     """Return how close a network's outputs are to another's; both in eval mode.
 
-    ``names`` are those of the outputs that matter; see ``measured``.
+    ``names`` are those of the outputs that matter (see ``measured``), ``parts`` what is joined in
+    them; see ``parts_of``.
     """
-    return fidelities(dense, [partial(call, other)], batches, classes, names)[0]
+    return fidelities(dense, [partial(call, other)], batches, classes, names, parts)[0]
 
 
 def fidelities(
@@ -91,14 +92,15 @@ def fidelities(
     batches: Iterable[Any],
     classes: DimOf = class_dim,
     names: Sequence[str] = (),
+    parts: Parts = (),
 ) -> list[Fidelity]:
     """Return how close outputs of functions of a batch are to a network's; see ``fidelity``."""
     apart, alike, count = [_Apart() for _ in others], [0.0 for _ in others], 0
     with torch.no_grad():
         for batch in steps(batches):
-            wanted = answers_of(call(dense, batch), batch, classes, names)
+            wanted = answers_of(call(dense, batch), batch, classes, names, parts)
             for number, other in enumerate(others):
-                found = answers_of(other(batch), batch, classes, names)
+                found = answers_of(other(batch), batch, classes, names, parts)
                 apart[number].add(found, wanted)
                 if wanted.dim is not None:
                     alike[number] += _alike(found.tensor, wanted.tensor, wanted.dim)
@@ -215,15 +217,19 @@ def _total(values: Tensor) -> float:
 
 
 def relative_error(
-    wanted: Any, batch: Any, classes: DimOf = class_dim, names: Sequence[str] = ()
+    wanted: Any,
+    batch: Any,
+    classes: DimOf = class_dim,
+    names: Sequence[str] = (),
+    parts: Parts = (),
 ) -> Callable[[Any], float]:
     """Return a function from outputs to their squared error over the wanted ones' variance."""
-    theirs = answers_of(wanted, batch, classes, names)
+    theirs = answers_of(wanted, batch, classes, names, parts)
 
     def judge(outputs: Any) -> float:
-        apart = _Apart()
-        apart.add(answers_of(outputs, batch, classes, names), theirs)
-        return apart.share()
+        found = _Apart()
+        found.add(answers_of(outputs, batch, classes, names, parts), theirs)
+        return found.share()
 
     return judge
 
@@ -231,7 +237,7 @@ def relative_error(
 class _Apart:
     """Squared error of outputs over the variance of the wanted outputs, streamed.
 
-    Several outputs count alike, whatever their sizes and units: the error is the mean of theirs.
+    Parts of them count alike, whatever their sizes and units: the error is the mean of theirs.
     """
 
     def __init__(self) -> None:
@@ -246,7 +252,7 @@ class _Apart:
     def share(self) -> float:
         """Return the mean square of the error over the variance; of one example over its square.
 
-        Of several outputs those that are always zero say nothing, and do not count.
+        Of several parts those that are always zero say nothing, and do not count.
         """
         each = [one for one in self._each if one.squares] or self._each
         return sum(one.share() for one in each) / max(1, len(each))
@@ -291,17 +297,12 @@ class Answers:
     Attributes:
         tensor: all of them; of several a row for each example, as ``joined``.
         dim: that of the classes, or None.
-        sizes: of several, how many numbers of a row each has; else [].
+        each: their parts, one by one; see ``apart``.
     """
 
     tensor: Tensor
     dim: int | None
-    sizes: list[int]
-
-    @property
-    def each(self) -> tuple[Tensor, ...]:
-        """The outputs, one by one."""
-        return self.tensor.split(self.sizes, 1) if self.sizes else (self.tensor,)
+    each: Sequence[Tensor]
 
     @property
     def places(self) -> int:
@@ -309,7 +310,9 @@ class Answers:
         return self.tensor.numel() // (1 if self.dim is None else self.tensor.shape[self.dim])
 
 
-def answers_of(outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = ()) -> Answers:
+def answers_of(
+    outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = (), parts: Parts = ()
+) -> Answers:
     """Return the outputs that matter for a batch.
 
     Of sequences with padding: the other places alone, all in one dim.
@@ -326,5 +329,6 @@ def answers_of(outputs: Any, batch: Any, classes: DimOf, names: Sequence[str] = 
             "the smaller network"
         )
     if real is None or found.shape[:2] != real.shape:
-        return Answers(found, classes(outputs), sizes_of(outputs))
-    return Answers(found[real], None if classes(outputs) is None else 1, [])
+        return Answers(found, classes(outputs), apart(outputs, parts))
+    found = found[real]
+    return Answers(found, None if classes(outputs) is None else 1, [found])

@@ -35,6 +35,7 @@ from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
 from l0prune.running.device import device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
+from l0prune.running.output_parts import Parts
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.running.task import Task
 from l0prune.selection.fit import bounds_of, check_request, table_if_needed
@@ -148,7 +149,8 @@ def shrink(
     on = samples, batch_size, device, seed, class_dim
     with calibration(work, inputs, *on, is_shared=True) as found:
         outputs = found.gates.outputs
-        held_out = _Judge(found.judged, found.classes, device_of(found.root), outputs)
+        place = device_of(found.root)
+        held_out = _Judge(found.judged, found.classes, place, outputs, found.parts)
         learn = None
         if settings.get("epochs", 1):
             task = with_pseudo_labels(
@@ -261,9 +263,11 @@ class _Judge:
     classes: Classes
     place: torch.device
     outputs: Sequence[str]
+    parts: Parts
 
     def nearness(self, model: nn.Module, other: nn.Module) -> Fidelity:
         """Return the fidelity of another network's outputs to a model's, on the device."""
         place = self.place
         with evaluating(model), evaluating(other), on_device(model, place), on_device(other, place):
-            return fidelity(model, other, self.batches, self.classes.dim_of, self.outputs)
+            asked = self.classes.dim_of, self.outputs, self.parts
+            return fidelity(model, other, self.batches, *asked)
