@@ -292,14 +292,14 @@ def basic_pitch() -> Real:
 def nudenet() -> Real:
     """Boxes around parts of a person: YOLOv8n."""
     made = from_file(wheel("nudenet", "3.4.2") / "nudenet" / "320n.onnx")
-    images = inputs.photographs(192, 320, 0)
-    held = list(images[48:].split(4))
+    images = inputs.photographs(288, 320, 0)
+    held = list(images[144:].split(4))
     wanted = boxes(answers(made["model"], held)[0])
 
     def measure(network: nn.Module) -> float:
         return alike_boxes(boxes(answers(network, held)[0]), wanted)
 
-    return Real(**made, inputs=images[:48], held=held, judged_by="boxes found (F1 at IoU 0.5)",
+    return Real(**made, inputs=images[:144], held=held, judged_by="boxes found (F1 at IoU 0.5)",
                 measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
 
 

@@ -226,11 +226,11 @@ class Search:
         All operators that do not multiply go first, then layers, each time as many again. What is
         faster in float32, and weights that compensate, are to be chosen anew.
         """
+        self._slow, self._better, self.speed, self.compensated = [], None, None, None
         there = {*self._nodes}
         kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
         others = [name for name in _names(kinds) if name not in there]
         left = [name for name in self._alone if name not in there]
-        self._slow, self._better, self.speed, self.compensated = [], None, None, None
         if others:
             self._nodes += others
             self.kept = list(dict.fromkeys((*self.kept, *sorted(kinds))))
