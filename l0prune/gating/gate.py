@@ -43,24 +43,24 @@ _ONE_NUMBER = (
 
 def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
     """Return the plan restricted to the axes and equal widths that ``keep_class`` asks for."""
-    if keep_class is True:
-        while held := plan.held_whole():  # where these stay, others may have to
-            numbers = {number for number, name in enumerate(plan.names) if name in held}
-            pins = (
-                Pin(f"{name} dim {number}", _ONE_NUMBER)
-                for name, dims in plan.tensors.items()
-                for number, dim in enumerate(dims)
-                if not numbers.isdisjoint(axes_of(dim))
-            )
-            plan = plan.select(set(plan.names) - held)
-            plan = replace(plan, pins=(*pins, *plan.pins))
-        return plan
     if keep_class is False:
         return replace(plan, alike=())
-    if keep_class != "native":
+    if keep_class not in (True, "native"):
         raise UsageError(f"keep_class must be True, False or 'native', not {keep_class!r}")
-    left_out = {axis for dim in _not_native(plan, model) for axis in axes_of(dim)}
-    return plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in left_out})
+    if keep_class == "native":
+        left_out = {axis for dim in _not_native(plan, model) for axis in axes_of(dim)}
+        plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in left_out})
+    while held := plan.held_whole():  # where these stay, others may have to
+        numbers = {number for number, name in enumerate(plan.names) if name in held}
+        pins = tuple(
+            Pin(f"{name} dim {number}", _ONE_NUMBER)
+            for name, dims in plan.tensors.items()
+            for number, dim in enumerate(dims)
+            if not numbers.isdisjoint(axes_of(dim))
+        )
+        plan = plan.select(set(plan.names) - held)
+        plan = replace(plan, pins=(*pins, *plan.pins))
+    return plan
 
 
 def _not_native(plan: Plan, model: nn.Module) -> Iterator[Layout]:
