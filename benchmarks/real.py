@@ -323,6 +323,16 @@ def twice(before: list[Row], after: list[Row]) -> Iterator[str]:
                 yield f"{row['model']} {row['way']} {key} {bits}: {' | '.join(said)}"
 
 
+def gains(row: Row) -> dict[str, float]:
+    """How many times as fast the files of a row are, by tolerance and bits; 1 for no file."""
+    return {
+        f"{name} {bits}": round(own["before"] / own["ms"], 2) if "ms" in own else 1.0
+        for name in TOLERANCES
+        for bits in ("float32", "int8")
+        for own in [row.get(name, {}).get(bits, {})]
+    }
+
+
 def _figures(found: Row, bits: str) -> str:
     own = found.get(bits, {})
     if "ms" not in own:
@@ -331,10 +341,18 @@ def _figures(found: Row, bits: str) -> str:
     return f"{own['measure']:.4f}, {times:.2f} ×, {share:.1%} of the MACs"
 
 
+_OF_ONE_RUN = ("peak_mib", "cpu_seconds", "tried")  # no other run has the same
+
+
 def write_page(path: Path) -> None:
     """Write the page, and the rows beside it: those that lie there and those that were run here."""
     beside = path.with_suffix(".jsonl")
-    of_both = {tuple(map(row.get, KEY)): row for each in (beside, PATH) for row in rows(each, KEY)}
+    of_both = {tuple(map(row.get, KEY)): row for row in rows(beside, KEY)}
+    for row in rows(PATH, KEY):
+        key = tuple(map(row.get, KEY))
+        other = of_both.get(key)
+        if other is None or any(other.get(name) != row.get(name) for name in _OF_ONE_RUN):
+            of_both[key] = row if other is None else {**row, "run_before": gains(other)}
     known = sorted(of_both.values(), key=lambda row: [*NETWORKS].index(row["model"]))
     lines = (re.sub(r'(?<=[\s"\'])/\S+/', "", json.dumps(row)) for row in known)  # of no machine
     beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -14,11 +14,12 @@ _HEAD = """# Real networks
 Printed by `python -m benchmarks.real --page docs/real.md`: trained networks that lie in packages, cut without a label. *shrink* trains
 nothing: `l0prune.shrink(model, inputs, tolerance="1%", judge=…, measure="latency")`. *recover* is the same with `recover={"epochs": …}`:
 from the smallest of these on networks are cut step by step, and each learns the network's own answers before it is judged. *finetune* learns weights and gates together from these answers,
-under the smallest of three budgets in time that stays within. *int8* are the same networks' files in eight bits, whose measure may leave the tolerance.
+under the smallest of three budgets in time that stays within. *int8* are the same networks' files in eight bits: layers stay in float32 until the measure is within the tolerance (in rows of earlier runs it may leave it).
 
 - **Measure**: what a network is judged by, on inputs that nothing was learned from; before the arrow that of the network as its package has it. The same
   inputs decided which network is within, so that the measure is a little optimistic.
 - **ms**: one call of one example in ONNX Runtime, one thread, in turns with the file before (the package's own, else what torch's exporter writes).
+- **×**: in parentheses that of the run before, if there was one: of an earlier state of l0prune, so that both differ by what was changed, and by chance; 1.00 stands for no file within.
 - **CPU s**: of all of the way, the table of times, all networks that were tried and their judgement included.
 - Inputs are few and made by rule (rendered text, tones, espeak-ng's speech, reactions, crystals, parts of three photographs), so that all can be repeated on two cores. Where they
   are far easier than those of use, as steady tones are for a network of singing voices (fcpe), much of a network can go that other inputs need.
@@ -86,11 +87,14 @@ def _table(rows: Sequence[Row], name: str, tolerance: float) -> Iterator[str]:
             )
             continue
         own, small = found["float32"], found.get("int8", {"refused": "–"})
+        earlier = row.get("run_before", {})
         cells = (
             f"{row['measure']:.3f} → {own['measure']:.3f}",
             f"{own['before']:.3g} → {own['ms']:.3g}",
-            _times(own), f"{small['measure']:.3f}" if "ms" in small else small["refused"][:60],
-            _times(small), f"{found['macs'] / found['macs_before']:.0%}",
+            _times(own, earlier.get(f"{name} float32")),
+            f"{small['measure']:.3f}" if "ms" in small else small["refused"][:60],
+            _times(small, earlier.get(f"{name} int8")),
+            f"{found['macs'] / found['macs_before']:.0%}",
             f"{found['params'] / found['params_before']:.0%}", str(row.get("cpu_seconds", "–")),
             str(row["peak_mib"]),
         )  # fmt: skip
@@ -131,8 +135,9 @@ def _header(columns: Sequence[str]) -> Iterator[str]:
     yield "|---" * len(columns) + "|"
 
 
-def _times(own: Row) -> str:
-    return f"{own['before'] / own['ms']:.2f}" if "ms" in own else "–"
+def _times(own: Row, earlier: float | None = None) -> str:
+    found = f"{own['before'] / own['ms']:.2f}" if "ms" in own else "–"
+    return found if earlier is None else f"{found} ({earlier:.2f})"
 
 
 def _gain(own: Row, whole: float, tolerance: float) -> float:
