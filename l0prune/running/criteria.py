@@ -358,6 +358,23 @@ def scalar_loss(loss: Any, of: Any) -> Tensor:
     return loss
 
 
+def judged(judge: Callable[[Any], float], network: Any) -> float:
+    """Return how much worse a judge of the user's finds a network.
+
+    Raises:
+        UsageError: the judge gives no number.
+    """
+    found = judge(network)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{_called('judge', judge)} must return a number, how much worse a network is, such as "
+            f"1 - right(network) / right(model); it returned a "
+            f"{type(found).__name__}"
+        ) from error
+
+
 def metric_values(value: Any, of: Any) -> Tensor | TokenMean:
     """Return a metric's values for a batch as a tensor: one number, or one for each example."""
     if isinstance(value, TokenMean):

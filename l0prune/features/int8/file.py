@@ -43,6 +43,7 @@ from l0prune.plan.globs import listed
 from l0prune.plan.numbers import tolerance_of
 from l0prune.progress.stages import stage, steps
 from l0prune.running.batches import test_batches
+from l0prune.running.criteria import judged
 from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
 
@@ -303,7 +304,7 @@ class Int8File(Derived):
             return True
         path.write_bytes(made.SerializeToString())
         with stage("judging the int8 file"):
-            return self._judge(OnnxFile(path)) <= self._allowed
+            return judged(self._judge, OnnxFile(path)) <= self._allowed
 
 
 DERIVED.update(dict.fromkeys((Int8File.keyword, *Int8File.also), Int8File))

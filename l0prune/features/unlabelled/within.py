@@ -18,6 +18,7 @@ from l0prune.files.artifact import named_tensors
 from l0prune.plan.limits import Bound, LimitsLike
 from l0prune.plan.measures import Latency
 from l0prune.progress.stages import counting, stage
+from l0prune.running.criteria import judged
 from l0prune.selection.correction import observed
 
 TRIED = 5  # sizes that are tried
@@ -183,7 +184,7 @@ class _Search:
         """Judge the present network, and hold it if it is the best so far."""
         found, spared = self._cuts.found, self._spared
         if self._judge is not None:
-            far = self._judge(found.root)
+            far = judged(self._judge, found.root)
         elif found.classes.are_known and after.agreement is not None:
             far = 1 - after.agreement
         else:

@@ -133,6 +133,10 @@ def test_a_judge_decides_what_is_within_a_tolerance(network):
         l0prune.shrink(
             model, data.train.inputs[:200], tolerance="1%", judge=lambda _: 0.02, measure="macs"
         )
+    with pytest.raises(UsageError, match=r"judge must return a number, .* it returned a dict"):
+        l0prune.shrink(
+            model, data.train.inputs[:200], tolerance="1%", judge=lambda _: {}, measure="macs"
+        )
 
 
 def test_where_no_time_can_be_measured_a_tolerance_finds_the_fewest_macs(network):
