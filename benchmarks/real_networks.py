@@ -302,8 +302,10 @@ def nudenet() -> Real:
         shares = [alike_boxes(boxes(found, least), of) for least, of in wanted.items()]
         return sum(shares) / len(shares)
 
-    return Real(**made, inputs=images[:144], held=held,
-                judged_by="boxes found (mean F1 at IoU 0.5)", measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4})  # fmt: skip
+    return Real(
+        **made, inputs=images[:144], held=held, judged_by="boxes found (mean F1 at IoU 0.5)",
+        measure=measure, shrink={"batch_size": 4}, finetune={"batch_size": 4},
+    )  # fmt: skip
 
 
 Boxes = list[tuple[Tensor, Tensor]]
