@@ -46,18 +46,21 @@ def apart(outputs: Any, parts: Parts = ()) -> list[Tensor]:
     return found
 
 
-def numbered(outputs: Any, parts: Parts = ()) -> Tensor:
+def numbered(outputs: Any, parts: Parts = ()) -> Tensor | None:
     """Return the number of the part of each number in a row of ``joined`` outputs.
 
-    Shape: (numbers,), int64 on the CPU.
+    Shape: (numbers,), int64 on the CPU; None where all are of one part.
     """
+    tensors = _tensors(outputs)
+    cuts = [_fitting(each, parts[n : n + 1]) for n, each in enumerate(tensors)]
+    if len(tensors) < 2 and not any(cuts):
+        return None
     found, count = list[Tensor](), 0
-    for number, tensor in enumerate(_tensors(outputs)):
+    for tensor, cut in zip(tensors, cuts, strict=True):
         own = torch.full((1, *tensor.shape[1:]), count)
-        for each in _fitting(tensor, parts[number : number + 1]):
-            own[:, *each[1:]] = count
-            count += 1
-        count = max(count, int(own.max()) + 1)
+        for number, each in enumerate(cut, count):
+            own[:, *each[1:]] = number
+        count += len(cut) or 1
         found.append(own.flatten())
     return torch.cat(found)
 

@@ -99,7 +99,7 @@ def with_pseudo_labels(
     answering = _Answering(network, place, names)
     with on_device(network, place), evaluating(network), precision(place, autocast):
         train = _labelled(task.train, answering, batch_size, held)
-        parts, units = answering.parts, answering.units()
+        parts, units = answering.parts or (), answering.units()
         test = None if task.test is None else _labelled(task.test, answering, batch_size, set())
     if task.loss in (AUTO, NEXT_TOKEN):
         in_parts = partial(_squared, names=names, parts=parts, units=units)
@@ -118,6 +118,10 @@ def _squared(
     if not units:
         return F.mse_loss(found, answers)
     of = numbered(measured(outputs, names), parts)
+    if of is None:  # of other sizes than the first batch's, so that they have not its parts
+        return F.mse_loss(found, answers)
+    if int(of.max()) + 1 != len(units):
+        units = units_of(answers.flatten(1), of)
     mine, theirs = (in_units(each.flatten(1), of, units) for each in (found, answers))
     return F.mse_loss(mine, theirs)
 
@@ -130,29 +134,31 @@ class _Answering:
         network, place, names: see ``with_pseudo_labels``.
         parts: of the outputs, of the first batch; see ``parts_of``.
         numbers: of the parts in the last answer; see ``numbered``.
-        answers: all of them.
+        answers: all of them, where they are of several parts.
     """
 
     network: nn.Module
     place: torch.device
     names: Sequence[str]
-    parts: Parts = ()
-    numbers: Tensor = field(default_factory=lambda: torch.zeros(0))
+    parts: Parts | None = None
+    numbers: Tensor | None = None
     answers: list[Tensor] = field(default_factory=list)
 
     def pair(self, inputs: Any) -> tuple[Any, Tensor]:
         """Return inputs with their answers."""
         given = to_device(inputs, self.place)
-        if not self.answers:
+        if self.parts is None:
             self.parts = parts_of(self.network, given, self.names)
         outputs = call(self.network, given)
-        self.answers.append(_answer(outputs, self.names).float().cpu())
+        answer = _answer(outputs, self.names).float().cpu()
         self.numbers = numbered(measured(outputs, self.names), self.parts)
-        return inputs, self.answers[-1]
+        if self.numbers is not None:
+            self.answers.append(answer)
+        return inputs, answer
 
     def units(self) -> tuple[float, ...]:
         """Return the units of several parts, by the answers that are as long as the last one."""
-        if not self.answers or int(self.numbers.max()) == 0:
+        if self.numbers is None:
             return ()
         shape = self.answers[-1].shape[1:]
         rows = [answer.flatten(1) for answer in self.answers if answer.shape[1:] == shape]

@@ -174,7 +174,7 @@ def even(outputs: Any, names: Sequence[str], units: list[float]) -> Tensor:
     ``units`` are those of these outputs where they are empty, and hold them then.
     """
     rows, of = output_tensor(outputs, names), numbered(measured(outputs, names))
-    if int(of.max()) == 0:
+    if of is None:
         return rows
     if not units:
         units += units_of(rows, of)

@@ -80,6 +80,7 @@ def test_examples_are_no_parts_nor_what_is_changed_after_it_was_joined():
         model = module_of(forward)
         assert parts_of(model, x) == ((),)
         assert len(apart(model(x), parts_of(model, x))) == 1
+        assert numbered(model(x), parts_of(model, x)) is None
 
 
 def module_of(function):
@@ -118,3 +119,17 @@ def test_scores_beside_corners_in_pixels_are_learned_and_compared():
         lost.append(l0prune.evaluate(model, task)["test_loss"])
         layer.weight.copy_(before)
     assert 0.1 < lost[0] / lost[1] < 10
+
+
+@torch.no_grad()
+def test_answers_of_other_sizes_than_the_first_are_in_the_parts_that_they_have():
+    torch.manual_seed(0)
+    model = Detector(lambda y: (y, y[:, 4:])).eval()
+    batches = [{"x": torch.randn(20, 3, size)} for size in (6, 6, 8)]
+    task = l0prune.with_pseudo_labels(batches, model)
+    inputs, answers = list(task.train)[2]
+    found = model(**inputs)
+    off = found[0] + 30, found[1] + 0.1
+    variance = [each.var(0, correction=0).mean() for each in found]
+    wanted = (30**2 / variance[0] + 0.1**2 / variance[1]) / 2
+    assert task.loss(off, answers) == pytest.approx(wanted.item(), rel=1e-4)
