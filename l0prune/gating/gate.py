@@ -28,7 +28,7 @@ from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
-from l0prune.plan.plan import Pin, Plan
+from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
 from l0prune.plan.widths import axes_to_keep
 from l0prune.plan.widths import uniform as uniform_widths
@@ -51,13 +51,7 @@ def for_class(plan: Plan, model: nn.Module, keep_class: KeepClass) -> Plan:
         left_out = {axis for dim in _not_native(plan, model) for axis in axes_of(dim)}
         plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in left_out})
     while held := plan.held_whole():  # where these stay, others may have to
-        numbers = {number for number, name in enumerate(plan.names) if name in held}
-        pins = tuple(
-            Pin(f"{name} dim {number}", _ONE_NUMBER)
-            for name, dims in plan.tensors.items()
-            for number, dim in enumerate(dims)
-            if not numbers.isdisjoint(axes_of(dim))
-        )
+        pins = plan.pins_of({n: _ONE_NUMBER for n, name in enumerate(plan.names) if name in held})
         plan = plan.select(set(plan.names) - held)
         plan = replace(plan, pins=(*pins, *plan.pins))
     return plan

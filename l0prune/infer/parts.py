@@ -330,12 +330,7 @@ def _of_island(
     borders = (i for i, axis in enumerate(plan.axes) if axis.kind == "input")
     whole |= dict.fromkeys(borders, f"it reads {part.path}'s inputs, all of which stay")
     whole |= seen.whole(plan)
-    pins = [
-        Pin(f"{name} dim {number}", whole[axis])
-        for name, dims in plan.tensors.items()
-        for number, dim in enumerate(dims)
-        for axis in sorted(axes_of(dim) & whole.keys())[:1]
-    ]
+    pins = plan.pins_of(whole)
     plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in whole})
     fixed = shared | seen.tensors
     branches = (branch for branch in plan.branches if fixed.isdisjoint(_needed_by(plan, branch)))

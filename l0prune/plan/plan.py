@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -377,6 +377,15 @@ class Plan:
                     _widen(kept, table, widest)
             if torch.equal(kept, before):
                 return
+
+    def pins_of(self, reasons: Mapping[int, str]) -> list[Pin]:
+        """Return a pin for each dim that has one of these axes, by number, with its reason."""
+        return [
+            Pin(f"{name} dim {number}", reasons[axis])
+            for name, dims in self.tensors.items()
+            for number, dim in enumerate(dims)
+            for axis in sorted(axes_of(dim) & reasons.keys())[:1]
+        ]
 
     def held_whole(self) -> set[str]:
         """Return the names of axes that can lose no slot.

@@ -126,12 +126,17 @@ def joined(outputs: Any) -> Tensor | None:
     found = tensor_output(outputs)
     if found is not None:
         return found
-    each = list[Tensor]()
-    map_tensors(outputs, each.append)
-    tensors = [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
+    tensors = several(outputs)
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         return None
     return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
+
+
+def several(outputs: Any) -> list[Tensor]:
+    """Return the tensors among several outputs that hold no whole numbers, nor one for a batch."""
+    each = list[Tensor]()
+    map_tensors(outputs, each.append)
+    return [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
 
 
 def needed_tensor(outputs: Any, otherwise: str) -> Tensor:
@@ -370,8 +375,7 @@ def judged(judge: Callable[[Any], float], network: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"{_called('judge', judge)} must return a number, how much worse a network is, such as "
-            f"1 - right(network) / right(model); it returned a "
-            f"{type(found).__name__}"
+            f"1 - right(network) / right(model); it returned a {type(found).__name__}"
         ) from error
 
 

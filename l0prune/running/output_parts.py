@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import Any
 from weakref import ref
 
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import TorchDispatchMode
-from l0prune.data.dataset import map_tensors
 from l0prune.running.batches import call
-from l0prune.running.criteria import measured, tensor_output
+from l0prune.running.criteria import measured, several, tensor_output
 
 Part = tuple[slice, ...]  # along all dims of an output
 Parts = tuple[tuple[Part, ...], ...]  # of each output those that it is joined of, () for a whole
@@ -26,23 +26,22 @@ _ATEN = torch.ops.aten
 _AS_IT_IS = (_ATEN.clone.default, _ATEN.alias.default, _ATEN.detach.default)
 
 
-def parts_of(network: nn.Module, batch: Any, names: Sequence[str] = ()) -> Parts:
-    """Return the parts of a network's outputs for a batch, in eval mode.
+def in_parts(network: nn.Module, batch: Any, names: Sequence[str] = ()) -> tuple[Any, Parts]:
+    """Return a network's outputs for a batch, in eval mode, and the parts of those that matter.
 
-    ``names`` are those of the outputs that matter; see ``measured``.
+    ``names`` are those of the latter; see ``measured``.
     """
     with torch.no_grad(), _Joins() as joins:
         outputs = call(network, batch)
-        return tuple(joins.of(tensor) for tensor in _tensors(measured(outputs, names)))
+        return outputs, tuple(joins.of(each) for each in _tensors(measured(outputs, names)))
 
 
 def apart(outputs: Any, parts: Parts = ()) -> list[Tensor]:
     """Return the parts of outputs; those of several in rows, one for each example."""
-    tensors = _tensors(outputs)
-    found = list[Tensor]()
-    for number, tensor in enumerate(tensors):
-        pieces = [tensor[each] for each in _fitting(tensor, parts[number : number + 1])] or [tensor]
-        found += pieces if len(tensors) == 1 else [p.reshape(len(p), -1) for p in pieces]
+    cuts, found = _cuts(outputs, parts), list[Tensor]()
+    for tensor, cut in cuts:
+        pieces = [tensor[each] for each in cut] or [tensor]
+        found += pieces if len(cuts) == 1 else [p.reshape(len(p), -1) for p in pieces]
     return found
 
 
@@ -51,12 +50,11 @@ def numbered(outputs: Any, parts: Parts = ()) -> Tensor | None:
 
     Shape: (numbers,), int64 on the CPU; None where all are of one part.
     """
-    tensors = _tensors(outputs)
-    cuts = [_fitting(each, parts[n : n + 1]) for n, each in enumerate(tensors)]
-    if len(tensors) < 2 and not any(cuts):
+    cuts = _cuts(outputs, parts)
+    if len(cuts) < 2 and not any(cut for _, cut in cuts):
         return None
     found, count = list[Tensor](), 0
-    for tensor, cut in zip(tensors, cuts, strict=True):
+    for tensor, cut in cuts:
         own = torch.full((1, *tensor.shape[1:]), count)
         for number, each in enumerate(cut, count):
             own[:, *each[1:]] = number
@@ -94,22 +92,21 @@ def in_units(rows: Tensor, of: Tensor, units: Sequence[float]) -> Tensor:
 def _tensors(outputs: Any) -> list[Tensor]:
     """Return the outputs that hold no whole numbers, as ``joined`` puts them into rows."""
     found = tensor_output(outputs)
-    if found is not None:
-        return [torch.atleast_1d(found)]
-    each = list[Tensor]()
-    map_tensors(outputs, each.append)
-    return [tensor for tensor in each if tensor.is_floating_point() and tensor.dim()]
+    return several(outputs) if found is None else [torch.atleast_1d(found)]
 
 
-def _fitting(tensor: Tensor, parts: Parts) -> tuple[Part, ...]:
-    """Return the parts of an output if they are its own: it may have other sizes by now."""
-    found = parts[0] if parts else ()
-    is_whole = all(
-        max(each[dim].stop for each in found) == size
-        for dim, size in enumerate(tensor.shape)
-        if dim and found
-    )
-    return tuple((slice(None), *each[1:]) for each in found) if is_whole else ()
+def _cuts(outputs: Any, parts: Parts) -> list[tuple[Tensor, tuple[Part, ...]]]:
+    """Return each output with the parts that it has; it may have other sizes by now."""
+    return [
+        (tensor, tuple((slice(None), *each[1:]) for each in cut) if _fits(tensor, cut) else ())
+        for tensor, cut in zip(_tensors(outputs), chain(parts, repeat(())), strict=False)
+    ]
+
+
+def _fits(tensor: Tensor, cut: tuple[Part, ...]) -> bool:
+    """Return whether parts are those of all of a tensor, whatever the number of its examples."""
+    ends = ([each[dim].stop for each in cut] for dim in range(1, tensor.dim()))
+    return bool(cut) and [*map(max, ends)] == [*tensor.shape[1:]]
 
 
 class _Joins(TorchDispatchMode):

@@ -48,7 +48,7 @@ from l0prune.running.criteria import AUTO, IGNORED, NEXT_TOKEN, PERPLEXITY, join
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for
-from l0prune.running.output_parts import Parts, in_units, numbered, parts_of, units_of
+from l0prune.running.output_parts import Parts, in_parts, in_units, numbered, units_of
 from l0prune.running.task import Source, Task, batch_length, is_split
 
 
@@ -80,7 +80,7 @@ def with_pseudo_labels(
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of
         ``"auto"`` the loss is ``"mse"``, since answers are numbers; with ``outputs``, of these. Of
-        several outputs, and of one that is joined of parts (``parts_of``), it is the mean of each
+        several outputs, and of one that is joined of parts (``in_parts``), it is the mean of each
         one's, over its answers' variance.
 
     Raises:
@@ -102,8 +102,8 @@ def with_pseudo_labels(
         parts, units = answering.parts or (), answering.units()
         test = None if task.test is None else _labelled(task.test, answering, batch_size, set())
     if task.loss in (AUTO, NEXT_TOKEN):
-        in_parts = partial(_squared, names=names, parts=parts, units=units)
-        task = Task.of(task, loss=in_parts if names or units else "mse")
+        squared = partial(_squared, names=names, parts=parts, units=units)
+        task = Task.of(task, loss=squared if names or units else "mse")
     return replace(task, train=train, test=test)
 
 
@@ -132,7 +132,7 @@ class _Answering:
 
     Attributes:
         network, place, names: see ``with_pseudo_labels``.
-        parts: of the outputs, of the first batch; see ``parts_of``.
+        parts: of the outputs, of the first batch; see ``in_parts``.
         numbers: of the parts in the last answer; see ``numbered``.
         answers: all of them, where they are of several parts.
     """
@@ -148,8 +148,9 @@ class _Answering:
         """Return inputs with their answers."""
         given = to_device(inputs, self.place)
         if self.parts is None:
-            self.parts = parts_of(self.network, given, self.names)
-        outputs = call(self.network, given)
+            outputs, self.parts = in_parts(self.network, given, self.names)
+        else:
+            outputs = call(self.network, given)
         answer = _answer(outputs, self.names).float().cpu()
         self.numbers = numbered(measured(outputs, self.names), self.parts)
         if self.numbers is not None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.running.output_parts import apart, in_units, numbered, parts_of, units_of
+from l0prune.running.output_parts import apart, in_parts, in_units, numbered, units_of
 
 
 class Detector(nn.Module):
@@ -39,7 +39,7 @@ def test_what_is_joined_comes_apart_again(name):
     wanted = []
     with torch.no_grad():
         y = Detector.forward(copy_of(model), x)
-        outputs, parts = model(x), parts_of(model, x)
+        outputs, parts = model(x), in_parts(model, x)[1]
     for places in (slice(0, 6), slice(6, 9)):
         for channels in (slice(0, 4), slice(4, 6)):
             wanted.append(y[:, channels, places])
@@ -78,9 +78,9 @@ def test_examples_are_no_parts_nor_what_is_changed_after_it_was_joined():
         joined,
     ):
         model = module_of(forward)
-        assert parts_of(model, x) == ((),)
-        assert len(apart(model(x), parts_of(model, x))) == 1
-        assert numbered(model(x), parts_of(model, x)) is None
+        assert in_parts(model, x)[1] == ((),)
+        assert len(apart(model(x), in_parts(model, x)[1])) == 1
+        assert numbered(model(x), in_parts(model, x)[1]) is None
 
 
 def module_of(function):
@@ -92,7 +92,7 @@ def module_of(function):
 
 def test_an_output_of_other_sizes_is_in_parts_where_these_are_its_own():
     model = Detector().eval()
-    parts = parts_of(model, torch.randn(2, 3, 6))
+    _, parts = in_parts(model, torch.randn(2, 3, 6))
     assert len(apart(model(torch.randn(2, 3, 6)), parts)) == 4
     assert len(apart(model(torch.randn(2, 3, 8)), parts)) == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -145,7 +145,7 @@ class Search:
         self._slow, self.speed = fastest.run()
         layers = {n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())}
         shown = [name for name in self._slow if name in layers] or self._slow
-        self.kept = list(dict.fromkeys((*self.kept, *map(self._quantizer.layer_of, shown))))
+        self._tell(map(self._quantizer.layer_of, shown))
         if self._slow:
             self._choose_method()
 
@@ -180,7 +180,7 @@ class Search:
         A value is quantized unless all of its readers are in float32, so that kinds are excluded
         together, and then put back one by one.
         """
-        kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        kinds = self._others()
         least = self._error(_names(kinds)) if error > _SMALL and kinds else error
         if least > _WORTH * error:
             return error
@@ -218,7 +218,15 @@ class Search:
     def _keep(self, layers: Sequence[str]) -> None:
         """Keep layers in float32."""
         self._nodes += layers
-        self.kept = list(dict.fromkeys((*self.kept, *map(self._quantizer.layer_of, layers))))
+        self._tell(map(self._quantizer.layer_of, layers))
+
+    def _tell(self, names: Iterable[str]) -> None:
+        """Add operators and layers to those that are told to be in float32."""
+        self.kept = list(dict.fromkeys((*self.kept, *names)))
+
+    def _others(self) -> dict[str, Sequence[str]]:
+        """Return the kinds of operators that do not multiply, with the names of their nodes."""
+        return {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
 
     def keep_more(self) -> bool:
         """Keep more in float32, what costs most first; return whether there was more.
@@ -228,12 +236,12 @@ class Search:
         """
         self._slow, self._better, self.speed, self.compensated = [], None, None, None
         there = {*self._nodes}
-        kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        kinds = self._others()
         others = [name for name in _names(kinds) if name not in there]
         left = [name for name in self._alone if name not in there]
         if others:
             self._nodes += others
-            self.kept = list(dict.fromkeys((*self.kept, *sorted(kinds))))
+            self._tell(sorted(kinds))
         else:
             self._keep(left[: max(1, len(self._alone) - len(left))])
         return bool(others or left)

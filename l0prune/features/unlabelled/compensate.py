@@ -46,7 +46,7 @@ from l0prune.running.criteria import measured
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.inputs import inputs_for, inputs_of
-from l0prune.running.output_parts import Parts, parts_of
+from l0prune.running.output_parts import Parts, in_parts
 from l0prune.running.task import batch_length
 
 _FEWEST = 3  # batches
@@ -273,9 +273,8 @@ def calibration(
             bypass(root),
             explain_mismatch([Batch(*pairs[0])], "model and inputs"),
         ):
-            outputs = measured(call(root, batches[0]), gates.outputs)
-            classes = classes_of(outputs, targets, class_dim)
-            parts = parts_of(root, batches[0], gates.outputs)
+            outputs, parts = in_parts(root, batches[0], gates.outputs)
+            classes = classes_of(measured(outputs, gates.outputs), targets, class_dim)
         used = [batch for number, batch in enumerate(batches) if number % JUDGED]
         yield Calibration(root, gates, used, batches[::JUDGED], classes, parts, is_shared)
 

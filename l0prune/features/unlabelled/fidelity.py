@@ -81,7 +81,7 @@ def fidelity(
     """Return how close a network's outputs are to another's; both in eval mode.
 
     ``names`` are those of the outputs that matter (see ``measured``), ``parts`` what is joined in
-    them; see ``parts_of``.
+    them; see ``in_parts``.
     """
     return fidelities(dense, [partial(call, other)], batches, classes, names, parts)[0]
 
@@ -95,17 +95,17 @@ def fidelities(
     parts: Parts = (),
 ) -> list[Fidelity]:
     """Return how close outputs of functions of a batch are to a network's; see ``fidelity``."""
-    apart, alike, count = [_Apart() for _ in others], [0.0 for _ in others], 0
+    errors, alike, count = [_Apart() for _ in others], [0.0 for _ in others], 0
     with torch.no_grad():
         for batch in steps(batches):
             wanted = answers_of(call(dense, batch), batch, classes, names, parts)
             for number, other in enumerate(others):
                 found = answers_of(other(batch), batch, classes, names, parts)
-                apart[number].add(found, wanted)
+                errors[number].add(found, wanted)
                 if wanted.dim is not None:
                     alike[number] += _alike(found.tensor, wanted.tensor, wanted.dim)
             count += 0 if wanted.dim is None else wanted.places
-    pairs = zip(apart, alike, strict=True)
+    pairs = zip(errors, alike, strict=True)
     return [Fidelity(each.share(), same / count if count else None) for each, same in pairs]
 
 
