@@ -370,6 +370,9 @@ def main() -> None:
     parser.add_argument(
         "--again", type=Path, help="run into this file of rows instead, and print both"
     )
+    parser.add_argument(
+        "--limit", type=int, default=LIMIT, help="CPU seconds that a row may take (%(default)s)"
+    )
     parser.add_argument("--one", help="WAY:NETWORK, in this process")
     given: Namespace = parser.parse_args()
     if given.one:
@@ -384,7 +387,7 @@ def main() -> None:
     for name in given.networks:
         for way in given.ways:
             if (name, way) not in known:
-                run("benchmarks.real", path, way, [name], LIMIT, str)
+                run("benchmarks.real", path, way, [name], given.limit, str)
     if given.again:
         print("\n".join(twice(rows(PATH, KEY), rows(path, KEY))))
 
