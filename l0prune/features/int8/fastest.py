@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
@@ -24,7 +25,7 @@ from l0prune.features.int8.float_regions import (
 from l0prune.features.int8.quantizer import MULTIPLYING
 
 FASTER = 1.02  # less is no gain
-_WORTH = 0.95  # a file with layers in float32 takes at most this share of the others' times
+WORTH = 0.95  # a file with more in float32 takes at most this share of the others' times
 _TRIED = 2  # files, each by the times of the one before
 _SECONDS = 1.0  # of the turns of all files, about
 _PROFILED = 0.06  # seconds of the calls for a profile, about
@@ -104,22 +105,20 @@ class Fastest:
             fixed |= (own & found.ms.keys()) - found.on_integers
         return self._fastest(tried)
 
-    def _write(self, name: str, model: ModelProto) -> None:
-        (self._folder / f"{name}.onnx").write_bytes(model.SerializeToString())
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.onnx"
 
-    def _network(self, name: str) -> collect.Network:
-        return collect.Network(self._folder / f"{name}.onnx", self._threads, collect.CPU)
+    def _write(self, name: str, model: ModelProto) -> None:
+        self._path(name).write_bytes(model.SerializeToString())
 
     def _median(self, name: str) -> Callable[[int], float]:
-        network = self._network(name)
-        return partial(network.median, feed_of(network, self._given))
+        return _median(self._path(name), self._given, self._threads)
 
     def _profile(self, name: str) -> NodeTimes:
         """Return the times of a file's nodes."""
         median = self._median(name)
         ms = median(collect.runs(min(median(1), median(1))))
-        path = self._folder / f"{name}.onnx"
-        call = profiled_call(path, self._given, self._threads, ms, _PROFILED)
+        call = profiled_call(self._path(name), self._given, self._threads, ms, _PROFILED)
         return NodeTimes.of(*call, ms)
 
     def _cut(self, single: NodeTimes, whole: NodeTimes, fixed: Collection[str]) -> frozenset[str]:
@@ -135,16 +134,62 @@ class Fastest:
 
     def _fastest(self, tried: Mapping[str, frozenset[str]]) -> tuple[list[str], Speed]:
         """Return the nodes in float32 of the fastest file that was tried, and its times."""
-        turns = in_turns({name: self._median(name) for name in (_SINGLE, *tried)}, _SECONDS)
-        ms = collect.typical(turns[_SINGLE])
-        of_single = {name: ms * collect.share(turns[name], turns[_SINGLE]) for name in tried}
+        ms, of_single = _in_turns({name: self._median(name) for name in (_SINGLE, *tried)})
         everywhere, best = of_single[_EVERYWHERE], min(tried, key=of_single.__getitem__)
-        if of_single[best] <= _WORTH * min(everywhere, ms):
+        if of_single[best] <= WORTH * min(everywhere, ms):
             slow = [name for name in self._may if name in tried[best]]
             return slow, Speed(ms, everywhere, of_single[best])
         if everywhere * FASTER <= ms:
             return [], Speed(ms, everywhere, everywhere)
         return [*self._may], Speed(ms, everywhere, ms, is_all=True)
+
+
+class InTurns(NamedTuple):
+    """Milliseconds of files that took turns.
+
+    Attributes:
+        float32: of the file in float32.
+        of: of the others, by name.
+    """
+
+    float32: float
+    of: dict[str, float]
+
+
+def ms_of(
+    single: ModelProto,
+    models: Mapping[str, ModelProto],
+    given: Given,
+    threads: int,
+    folder: Path,
+) -> InTurns:
+    """Return the times of files beside the one in float32.
+
+    Args:
+        single: the file in float32.
+        models: files by name.
+        given: inputs of a call, in order.
+        threads: that a call may use.
+        folder: for the files.
+    """
+    medians = {}
+    for name, model in {_SINGLE: single, **models}.items():
+        path = folder / f"{name}.onnx"
+        path.write_bytes(model.SerializeToString())
+        medians[name] = _median(path, given, threads)
+    return _in_turns(medians)
+
+
+def _median(path: Path, given: Given, threads: int) -> Callable[[int], float]:
+    network = collect.Network(path, threads, collect.CPU)
+    return partial(network.median, feed_of(network, given))
+
+
+def _in_turns(medians: Mapping[str, Callable[[int], float]]) -> InTurns:
+    turns = in_turns(medians, _SECONDS)
+    ms = collect.typical(turns[_SINGLE])
+    others = turns.keys() - {_SINGLE}
+    return InTurns(ms, {name: ms * collect.share(turns[name], turns[_SINGLE]) for name in others})
 
 
 def with_small_weights(model: ModelProto, names: Collection[str]) -> None:

@@ -26,6 +26,7 @@ from l0prune.exporting.onnx.times import Times, as_text, one_example, times_besi
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.features.int8.calibration import divided, feeds_of, is_source, rows_in
+from l0prune.features.int8.each_call import EachCall, EachCallSearch
 from l0prune.features.int8.fastest import FASTER, Speed
 from l0prune.features.int8.quantizer import (
     FIRST_OPSET,
@@ -34,10 +35,7 @@ from l0prune.features.int8.quantizer import (
     has_dot_products,
 )
 from l0prune.features.int8.ranges import Ranges
-from l0prune.features.int8.search import (
-    Comparison,
-    Search,
-)
+from l0prune.features.int8.search import SMALL, Comparison, Search, least_kept
 from l0prune.features.int8.trained import quantized
 from l0prune.plan.globs import listed
 from l0prune.plan.numbers import tolerance_of
@@ -60,7 +58,8 @@ class Int8:
 
     Attributes:
         method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error;
-            ``trained`` where the ranges are those of a training with fake quantization.
+            ``trained`` where the ranges are those of a training with fake quantization, ``ranges of
+            each call`` where none are in the file (see ``each_call``).
         calibrated, compared: number of examples that the ranges are from, and of others by which
             the two files are compared.
         errors: by output, the root mean square of the difference over that of the output; None
@@ -173,10 +172,11 @@ class Int8File(Derived):
         pieces: that the files are made of.
         compensate: whether weights that make up for the rounding are tried; see ``compensation``.
             Weights that were trained with fake quantization stay as they are.
-        fastest: whether layers that are faster in float32 are computed so; see ``fastest``. A
+        fastest: whether layers that are faster in float32 are computed so, and ranges of each call
+            are taken where that is faster; see ``fastest`` and ``each_call``. A
             network that was trained with fake quantization has the layers of its training.
         tolerance: what may be lost by ``judge``, as ``"1%"`` or 0.01: as many of the layers that
-            cost most are computed in float32 as that takes, by doubling.
+            cost most are computed in float32 as that takes, and no others.
         judge: function of a network, the file, that says how much worse it is; see ``shrink``.
 
     Raises:
@@ -285,24 +285,41 @@ class Int8File(Derived):
         """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
         with stage("calibrating the int8 file"):
             quantizer = Quantizer.of(proven.path, seen, folder)
-        with stage("choosing what of it stays in float32"):
-            search = Search(quantizer, comparison, folder / "tried.onnx")
-            search.run()
-        while True:
+        given = one_example(proven.piece)[0], proven.threads
+        tried, is_judged = folder / "tried.onnx", self._judge is not None
+
+        def complete(search: Search) -> bool:
             if self._is_fastest:
                 with stage("timing what is faster in float32"):
-                    search.keep_slow(one_example(proven.piece)[0], proven.threads)
+                    search.keep_slow(*given)
             if self._compensates:
                 with stage("making up for the rounding"):
                     search.compensate(seen)
-            if self._is_within(search.made(), folder / "judged.onnx") or not search.keep_more():
-                return search
+            return not is_judged or self._is_within(search, folder)
 
-    def _is_within(self, made: onnx.ModelProto, path: Path) -> bool:
-        """Return whether a file is within the tolerance, if there is one."""
-        if self._allowed is None or self._judge is None:
-            return True
-        path.write_bytes(made.SerializeToString())
+        search = Search(quantizer, comparison, tried)
+        with stage("choosing what of it stays in float32"):
+            search.run(tries_layers=not is_judged)
+        search = least_kept(search, complete)
+        if not self._is_fastest:
+            return search
+        with stage("trying ranges of each call"):
+            other = EachCallSearch(EachCall.beside(quantizer), comparison, tried)
+            if not other.gains(search, *given):
+                return search
+            error = 0.0 if is_judged else max(SMALL, search.error())
+            other = least_kept(
+                other,
+                lambda own: self._is_within(own, folder) if is_judged else own.error() <= error,
+            )
+            return other if other.gains(search, *given) else search
+
+    def _is_within(self, search: Search, folder: Path) -> bool:
+        """Return whether the file of a search is within the tolerance by the judge."""
+        assert self._judge is not None
+        assert self._allowed is not None
+        path = folder / "judged.onnx"
+        path.write_bytes(search.made().SerializeToString())
         with stage("judging the int8 file"):
             return judged(self._judge, OnnxFile(path)) <= self._allowed
 

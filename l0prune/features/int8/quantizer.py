@@ -104,7 +104,7 @@ class Quantizer:
         pool_means(model)
         name_nodes(model)
         onnx.save(model, str(plain))
-        with muted(), _explained("prepare"):
+        with muted(), explained("prepare"):
             try:
                 with _no_stray_files():
                     quant_pre_process(str(plain), str(ready))
@@ -142,7 +142,7 @@ class Quantizer:
 
         copied = ModelProto()
         copied.CopyFrom(self.model)
-        with muted(), _explained("quantize"):
+        with muted(), explained("quantize"):
             quantizer = QDQQuantizer(
                 copied,
                 per_channel=True,
@@ -157,7 +157,7 @@ class Quantizer:
             )
             quantizer.quantize_model()
             in_integers(quantizer.model.model)
-            return _in_order(quantizer.model.model)
+            return in_order(quantizer.model.model)
 
 
 def unlike_joined(model: ModelProto, ranges: Any) -> list[str]:
@@ -191,7 +191,7 @@ def unlike_joined(model: ModelProto, ranges: Any) -> list[str]:
     return found
 
 
-def _in_order(model: ModelProto) -> ModelProto:
+def in_order(model: ModelProto) -> ModelProto:
     """Return a file with the nodes in topological order, as ONNX requires.
 
     The quantizer appends the nodes that it adds.
@@ -232,7 +232,7 @@ def _no_stray_files() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Raise errors of ONNX Runtime's quantizer within the context as L0pruneError."""
     try:
         yield

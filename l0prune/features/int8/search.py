@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Self, TypeVar
 
 import numpy as np
 from onnx import ModelProto
@@ -17,7 +19,7 @@ from l0prune.features.int8.compensation import compensated
 from l0prune.features.int8.fastest import Fastest, Speed, with_small_weights
 from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
 
-_SMALL = 0.05  # an error up to which nothing is searched
+SMALL = 0.05  # an error up to which nothing is searched
 _WORTH = 0.8  # nodes stay in float32 if at most this share of the error is left
 _TRIED = 2  # calls for trying layers one by one
 _MOST = 4  # one layer in so many may stay in float32
@@ -104,11 +106,12 @@ class Search:
             they were not tried.
     """
 
+    method = METHODS[0]
+
     def __init__(self, quantizer: Quantizer, comparison: Comparison, path: Path) -> None:
         self._quantizer, self._comparison, self._path = quantizer, comparison, path
         comparison.is_joined = quantizer.is_joined
         self._nodes: list[str] = []
-        self.method = METHODS[0]
         self.kept: list[str] = []
         self.costly: list[tuple[str, float]] = []
         self.compensated: tuple[float, float] | None = None
@@ -116,15 +119,23 @@ class Search:
         self._slow: list[str] = []
         self._better: ModelProto | None = None
 
+    def error(self) -> float:
+        """Return the error of the chosen file."""
+        return self._error_of(self.made())
+
     def made(self) -> ModelProto:
         """Return the chosen file."""
         return self._better or self._made(self._nodes)
 
-    def run(self) -> None:
-        """Choose the calibration method, then the operators and layers in float32."""
+    def run(self, *, tries_layers: bool = True) -> None:
+        """Choose the calibration method, then the operators and layers in float32.
+
+        Args:
+            tries_layers: whether layers are chosen, too; a judge chooses these by itself.
+        """
         error = self._choose_method()
         error = self._keep_operators(error)
-        if error > _SMALL:
+        if error > SMALL and tries_layers:
             self._keep_layers(error)
 
     def keep_slow(self, given: Given, threads: int) -> None:
@@ -181,10 +192,10 @@ class Search:
         together, and then put back one by one.
         """
         kinds = self._others()
-        least = self._error(_names(kinds)) if error > _SMALL and kinds else error
+        least = self._error(_names(kinds)) if error > SMALL and kinds else error
         if least > _WORTH * error:
             return error
-        enough = max(_SMALL, least / _WORTH)
+        enough = max(SMALL, least / _WORTH)
         for kind in list(kinds):
             names = kinds.pop(kind)
             if self._error(_names(kinds)) > enough:
@@ -195,12 +206,13 @@ class Search:
     def _keep_layers(self, error: float) -> None:
         ranked = list(self._alone)
         least, chosen, number = error, 0, 1
-        while number * _MOST <= len(ranked) and least > _SMALL:
+        while number * _MOST <= len(ranked) and least > SMALL:
             left = self._error([*self._nodes, *ranked[:number]])
             if left < _WORTH * least:
                 least, chosen = left, number
             number *= 2
-        self._keep(ranked[:chosen])
+        self._nodes += ranked[:chosen]
+        self._tell(map(self._quantizer.layer_of, ranked[:chosen]))
 
     @cached_property
     def _alone(self) -> dict[str, float]:
@@ -215,11 +227,6 @@ class Search:
         self.costly = [(self._quantizer.layer_of(name), alone[name]) for name in ranked[:_NAMED]]
         return {name: alone[name] for name in ranked}
 
-    def _keep(self, layers: Sequence[str]) -> None:
-        """Keep layers in float32."""
-        self._nodes += layers
-        self._tell(map(self._quantizer.layer_of, layers))
-
     def _tell(self, names: Iterable[str]) -> None:
         """Add operators and layers to those that are told to be in float32."""
         self.kept = list(dict.fromkeys((*self.kept, *names)))
@@ -228,23 +235,55 @@ class Search:
         """Return the kinds of operators that do not multiply, with the names of their nodes."""
         return {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
 
-    def keep_more(self) -> bool:
-        """Keep more in float32, what costs most first; return whether there was more.
+    def beyond(self) -> list[Self]:
+        """Return searches with ever more in float32 than this one, what costs most first.
 
-        All operators that do not multiply go first, then layers, each time as many again. What is
-        faster in float32, and weights that compensate, are to be chosen anew.
+        All operators that do not multiply are first, then one layer more each time. What is faster
+        in float32, and weights that compensate, are to be chosen anew.
         """
-        self._slow, self._better, self.speed, self.compensated = [], None, None, None
-        there = {*self._nodes}
         kinds = self._others()
-        others = [name for name in _names(kinds) if name not in there]
-        left = [name for name in self._alone if name not in there]
-        if others:
-            self._nodes += others
-            self._tell(sorted(kinds))
-        else:
-            self._keep(left[: max(1, len(self._alone) - len(left))])
-        return bool(others or left)
+        groups = [_names(kinds), *([name] for name in self._alone)]
+        told = [sorted(kinds), *([self._quantizer.layer_of(name)] for name in self._alone)]
+        found, last = list[Self](), self
+        for group, names in zip(groups, told, strict=True):
+            more = [name for name in group if name not in {*self._nodes}]
+            if not more:
+                continue
+            last = copy.copy(last)
+            last._nodes, last._slow, last._better = [*last._nodes, *more], [], None
+            last.speed = last.compensated = None
+            last._tell(names)
+            found.append(last)
+        return found
+
+
+AnySearch = TypeVar("AnySearch", bound=Search)
+
+
+def least_kept(search: AnySearch, is_within: Callable[[AnySearch], bool]) -> AnySearch:
+    """Return the first of a search and those beyond it that is within, by bisection.
+
+    All in float32 is within. Numbers double first: judging files with little in float32 is
+    seldom in vain.
+
+    Args:
+        search: that was run.
+        is_within: function that completes a search, and says whether its file is within.
+    """
+    if is_within(search):
+        return search
+    further = search.beyond()
+    if not further:
+        return search
+    low, high = -1, 0
+    while high < len(further) - 1 and not is_within(further[high]):
+        low, high = high, min(2 * high + 1, len(further) - 1)
+    if high == len(further) - 1:
+        is_within(further[high])
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_within(further[middle]) else (middle, high)
+    return further[high]
 
 
 def _names(kinds: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,0 +1,116 @@
+"""Files whose products get the range of their input in each call."""
+
+import copy
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from differences import run_onnx
+from torch import nn
+
+import l0prune
+from l0prune.features.int8 import each_call
+from l0prune.features.int8.each_call import EACH_CALL, EachCall
+from l0prune.features.int8.fastest import InTurns
+from l0prune.features.int8.quantizer import Quantizer, has_dot_products, name_nodes
+from l0prune.features.int8.search import least_kept
+
+
+class Products(nn.Module):
+    """Products with and without a bias (Gemm and MatMul), and one of two activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 32), nn.Linear(32, 6, bias=False)
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.second(hidden) + hidden @ hidden.mT.mean(1, keepdim=True)
+
+
+def written(tmp_path, model, x):
+    path = tmp_path / "net.onnx"
+    l0prune.export(l0prune.gate(copy.deepcopy(model), x[:2])).save_onnx(path, time=False)
+    file = onnx.load(path)
+    name_nodes(file)
+    return file
+
+
+def in_eight_bits(x, linear, largest):
+    """The same by definition: bytes between least and largest, and a scale for each output."""
+    low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+    step = np.float32(high - low) / np.float32(255)
+    zero = np.round(-low / step)
+    read = (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
+    weight = linear.weight.detach().numpy()
+    steps = np.abs(weight).max(1, keepdims=True) / largest
+    found = read @ (np.round(weight / steps) * steps).T
+    return found if linear.bias is None else found + linear.bias.detach().numpy()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_products_by_constants_are_on_the_grid_of_the_call(tmp_path, kept):
+    torch.manual_seed(0)
+    model, x = Products().eval(), torch.randn(8, 12)
+    static = Quantizer(written(tmp_path, model, x), {}, {})
+    quantizer = EachCall.beside(static)
+    names = [name for every in quantizer.nodes.values() for name in every]
+    assert len(names) == 2  # not that of two activations
+    first = next(n.name for n in static.model.graph.node if n.name in names)
+    path = tmp_path / "each.onnx"
+    onnx.save(quantizer.quantized(kept=[first] if kept else []), path)
+    (found,) = run_onnx(path, x)
+    largest = 127 if has_dot_products() else 63
+    plain = model.first(x).detach().numpy()
+    hidden = plain if kept else in_eight_bits(x.numpy(), model.first, largest)
+    hidden = np.maximum(hidden, 0)
+    expected = in_eight_bits(hidden, model.second, largest)
+    expected = expected + hidden @ hidden.mean(0)[:, None]
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    assert kinds.count("MatMulInteger") == 2 - kept
+    assert quantizer.quantized(kept=names) == static.model
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_faster_of_the_two_ways_is_written(tmp_path, monkeypatch, is_faster):
+    def timed(single, models, *others):
+        return InTurns(2.0, {"own": 1.0 if is_faster else 1.6, "other": 1.5})
+
+    monkeypatch.setattr(each_call, "ms_of", timed)
+    torch.manual_seed(0)
+    model, x = Products().eval(), torch.randn(64, 12)
+    small = l0prune.export(l0prune.gate(copy.deepcopy(model), x[:2]))
+    _, path = small.save_onnx(tmp_path / "net.onnx", int8=x, time=False)
+    kinds = {node.op_type for node in onnx.load(path).graph.node}
+    assert (small.int8.method == EACH_CALL) == ("MatMulInteger" in kinds) == is_faster
+    assert small.int8.errors["output"] < 0.05
+    if is_faster:
+        assert small.int8.speed.chosen == 1.0
+        onnx.checker.check_model(onnx.load(path))
+
+
+class Counted:
+    """A search with so many further ones, of which those from ``needed`` on are within."""
+
+    def __init__(self, kept, last):
+        self.kept, self.last = kept, last
+
+    def beyond(self):
+        return [Counted(kept, self.last) for kept in range(1, self.last + 1)]
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 5, 40])
+def test_as_little_as_it_takes_is_kept(last):
+    for needed in range(last + 2):  # the last is not within
+        judged = []
+
+        def is_within(search, needed=needed, judged=judged):
+            judged.append(search.kept)
+            return search.kept >= needed
+
+        found = least_kept(Counted(0, last), is_within)
+        assert found.kept == min(needed, last)
+        assert found.kept in judged
+        assert len(judged) == len({*judged}) <= 2 + 2 * max(1, found.kept).bit_length()
