@@ -154,7 +154,7 @@ class _Search:
     def run(self, learn: Callable[[], Fidelity] | None = None) -> None:
         """Try ``TRIED`` shares below the smallest within so far."""
         found, until = self._cuts.found, len(self.tried) + TRIED
-        low = math.log(_SMALLEST)
+        low, known = math.log(_SMALLEST), dict[bytes, Step]()
         is_moved = False  # whether cuts are to start from the present network
         if learn is not None and self.best is not None:
             hold(found, self.best.tensors)
@@ -170,11 +170,15 @@ class _Search:
                 except UsageError:  # no cut gets down to this share
                     low = math.log(share)
                     continue
-                if bool(found.gates.open().all()):  # by an inexact table it is as fast as a whole
+                open_ = found.gates.open()
+                if bool(open_.all()):  # by an inexact table it is as fast as a whole
                     self._within = math.log(share)
                     continue
-                step = self._step(share, after if learn is None else learn())
-                counter.step()
+                cut = bytes(open_.byte().cpu().tolist())
+                if cut not in known or learn is not None:  # coarse widths: many shares, one network
+                    known[cut] = self._step(share, after if learn is None else learn())
+                    counter.step()
+                step = known[cut]
                 if step.far > self._allowed:
                     low = math.log(share)
                     continue

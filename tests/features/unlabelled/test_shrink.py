@@ -139,6 +139,22 @@ def test_a_judge_decides_what_is_within_a_tolerance(network):
         )
 
 
+def test_coarse_widths_are_judged_once(network):
+    model, data = network
+    tried = []
+
+    def judge(other):
+        tried.append(int(l0prune.gates(other).open().sum()))
+        return float(tried[-1] < 32)
+
+    small = l0prune.shrink(
+        model, data.train.inputs[:200], tolerance="1%", judge=judge, measure="macs",
+        round_to=32, exclude="1.in",
+    )  # fmt: skip
+    assert tried == [32]
+    assert small.macs * 2 == small.macs_before
+
+
 def test_where_no_time_can_be_measured_a_tolerance_finds_the_fewest_macs(network):
     model, data = network
 
