@@ -5,7 +5,7 @@ from l0prune.doors import Feature
 FEATURE = Feature(
     __name__,
     more={"export": "options"},
-    options={"Output": ("int8", "compensate_rounding", "fastest")},
+    options={"Output": ("int8", "compensate_rounding", "fastest", "tolerance")},
     most_used={"export": ("int8",)},
     derived=dict.fromkeys(("int8", "compensate", "fastest", "tolerance", "judge"), "file"),
     functions={

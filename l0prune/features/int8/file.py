@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx
 import torch
+from torch import nn
 
 from l0prune.capture.example_inputs import examples_in
 from l0prune.data.dataset import WHOLE
@@ -40,7 +41,7 @@ from l0prune.features.int8.trained import quantized
 from l0prune.plan.globs import listed
 from l0prune.plan.numbers import tolerance_of
 from l0prune.progress.stages import stage, steps
-from l0prune.running.batches import test_batches
+from l0prune.running.batches import Batch, test_batches
 from l0prune.running.criteria import judged
 from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.task import Task
@@ -50,6 +51,7 @@ _LARGE = 0.1  # errors above this give a warning
 _TESTED = 2000  # test examples at most
 _TOGETHER = 50  # of these in a batch
 _NAMED = 8  # layers in float32
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -175,13 +177,14 @@ class Int8File(Derived):
         fastest: whether layers that are faster in float32 are computed so, and ranges of each call
             are taken where that is faster; see ``fastest`` and ``each_call``. A
             network that was trained with fake quantization has the layers of its training.
-        tolerance: what may be lost by ``judge``, as ``"1%"`` or 0.01: as many of the layers that
-            cost most are computed in float32 as that takes, and no others.
+        tolerance: how much worse the file may be, as ``"1%"`` or 0.01, by ``judge``, else by the
+            metric of the test data against the file in float32, in its own units: as many of the
+            layers that cost most are computed in float32 as that takes, and no others.
         judge: function of a network, the file, that says how much worse it is; see ``shrink``.
 
     Raises:
         UsageError: no data are given, the model is captured in parts, or the opset is too old; or
-            there is a tolerance without a judge, or the other way round.
+            there is a judge without a tolerance, or nothing to judge one by.
     """
 
     keyword, effort = "int8", 20
@@ -198,10 +201,13 @@ class Int8File(Derived):
         tolerance: float | str | None = None,
         judge: Callable[[OnnxFile], float] | None = None,
     ) -> None:
-        if (tolerance is None) != (judge is None):
+        if judge is not None and tolerance is None:
+            raise UsageError("judge decides whether the int8 file is within a tolerance: give one")
+        if tolerance is not None and judge is None and not _is_tested(given):
             raise UsageError(
-                "a tolerance of the int8 file is by a judge, a function of the file's network that "
-                "says how much worse it is: give both, or neither"
+                "a tolerance of the int8 file is by the metric of labelled test data, and int8 was "
+                "given none: give data with a test part (--data), or, in Python, a judge: a "
+                "function of the file's network that says how much worse it is"
             )
         self._allowed = None if tolerance is None else tolerance_of(tolerance)
         self._judge = judge
@@ -258,7 +264,7 @@ class Int8File(Derived):
             if proven.is_timed:
                 with stage("timing the int8 file beside the one in float32"):
                     times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
-        metrics, tested = _metrics((path, target), self._given, piece)
+        tests = _Tests(self._given, piece)
         about_it = Int8(
             method=method,
             calibrated=rows_in(seen, piece),
@@ -269,8 +275,8 @@ class Int8File(Derived):
             costly=tuple(search.costly) if search else (),
             times=times,
             beside_dense=beside_dense,
-            metrics=metrics,
-            tested=tested,
+            metrics=tests.of_both(path, target),
+            tested=tests.examples,
             has_vnni=has_dot_products(),
             bits={} if ranges is None else ranges.by_layer,
             compensated=None if search is None else search.compensated,
@@ -286,7 +292,19 @@ class Int8File(Derived):
         with stage("calibrating the int8 file"):
             quantizer = Quantizer.of(proven.path, seen, folder)
         given = one_example(proven.piece)[0], proven.threads
-        tried, is_judged = folder / "tried.onnx", self._judge is not None
+        tried, is_judged = folder / "tried.onnx", self._allowed is not None
+        judge = self._judge
+        if is_judged and judge is None:
+            with stage("testing the file in float32"):
+                judge = _Tests(self._given, proven.piece).judge(OnnxFile(proven.path))
+
+        def is_within(search: Search) -> bool:
+            assert judge is not None
+            assert self._allowed is not None
+            path = folder / "judged.onnx"
+            path.write_bytes(search.made().SerializeToString())
+            with stage("judging the int8 file"):
+                return judged(judge, OnnxFile(path)) <= self._allowed
 
         def complete(search: Search) -> bool:
             if self._is_fastest:
@@ -295,7 +313,7 @@ class Int8File(Derived):
             if self._compensates:
                 with stage("making up for the rounding"):
                     search.compensate(seen)
-            return not is_judged or self._is_within(search, folder)
+            return not is_judged or is_within(search)
 
         search = Search(quantizer, comparison, tried)
         with stage("choosing what of it stays in float32"):
@@ -308,38 +326,49 @@ class Int8File(Derived):
             if not other.gains(search, *given):
                 return search
             error = 0.0 if is_judged else max(SMALL, search.error())
-            other = least_kept(
-                other,
-                lambda own: self._is_within(own, folder) if is_judged else own.error() <= error,
-            )
+            other = least_kept(other, is_within if is_judged else lambda own: own.error() <= error)
             return other if other.gains(search, *given) else search
-
-    def _is_within(self, search: Search, folder: Path) -> bool:
-        """Return whether the file of a search is within the tolerance by the judge."""
-        assert self._judge is not None
-        assert self._allowed is not None
-        path = folder / "judged.onnx"
-        path.write_bytes(search.made().SerializeToString())
-        with stage("judging the int8 file"):
-            return judged(self._judge, OnnxFile(path)) <= self._allowed
 
 
 DERIVED.update(dict.fromkeys((Int8File.keyword, *Int8File.also), Int8File))
 
 
-def _metrics(
-    paths: tuple[Path, Path], given: Any, piece: ExportedPart
-) -> tuple[dict[str, tuple[float, float]], int]:
-    """Return loss and metric of two files on test data, if any, and the number of examples."""
-    if not is_source(given):
-        return {}, 0
-    task, cpu = Task.of(given), torch.device("cpu")
-    size = examples_in(piece.answers[0].inputs)
-    if piece.dynamic:
-        size = next(each for each in count(_TOGETHER) if each in piece.batches)
-    batches = list(islice(test_batches(task, size, cpu, WHOLE), max(1, _TESTED // size)))
-    if not batches:
-        return {}, 0
-    with stage("testing both files"):
-        first, second = (evaluate_batches(OnnxFile(p), steps(batches), task, cpu) for p in paths)
-    return {name: (first[name], second[name]) for name in first}, sum(b.examples for b in batches)
+def _is_tested(given: Any) -> bool:
+    return is_source(given) and Task.of(given).test is not None
+
+
+class _Tests:
+    """Test examples of data, for a piece of a model; none without labels.
+
+    Attributes:
+        examples: how many there are.
+    """
+
+    def __init__(self, given: Any, piece: ExportedPart) -> None:
+        self._batches: list[Batch] = []
+        if is_source(given):
+            self._task = Task.of(given)
+            size = examples_in(piece.answers[0].inputs)
+            if piece.dynamic:
+                size = next(each for each in count(_TOGETHER) if each in piece.batches)
+            batches = test_batches(self._task, size, _CPU, WHOLE)
+            self._batches = list(islice(batches, max(1, _TESTED // size)))
+        self.examples = sum(batch.examples for batch in self._batches)
+
+    def of(self, file: nn.Module) -> dict[str, float]:
+        """Return loss and metric of a file."""
+        return evaluate_batches(file, steps(self._batches), self._task, _CPU)
+
+    def judge(self, single: OnnxFile) -> Callable[[OnnxFile], float]:
+        """Return a function that says how much worse a file's metric is than this file's."""
+        name = self._task.metric_name
+        sign, before = -1 if self._task.larger_is_better else 1, self.of(single)[name]
+        return lambda file: sign * (self.of(file)[name] - before)
+
+    def of_both(self, *paths: Path) -> dict[str, tuple[float, float]]:
+        """Return loss and metric of two files; empty without test data."""
+        if not self._batches:
+            return {}
+        with stage("testing both files"):
+            first, second = (self.of(OnnxFile(path)) for path in paths)
+        return {name: (first[name], second[name]) for name in first}

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from l0prune.cli.more import More
+from l0prune.errors import UsageError
 
 InInt8 = Annotated[
     bool,
@@ -29,6 +30,14 @@ Fastest = Annotated[
         help="With --int8: compute layers in float32 where that is faster.",
     ),
 ]
+Tolerated = Annotated[
+    str | None,
+    typer.Option(
+        "--tolerance",
+        help="With --int8: how much worse than the file in float32 it may be by the metric of "
+        "--data's test part, such as 1%; what costs most stays in float32.",
+    ),
+]
 
 
 def export(
@@ -37,13 +46,17 @@ def export(
     int8: InInt8 = False,
     compensate_rounding: Compensated = True,
     fastest: Fastest = True,
+    tolerance: Tolerated = None,
 ) -> More | None:
     """Return what ``save_onnx`` is asked for, if the file is."""
     if not int8:
+        if tolerance is not None:
+            raise UsageError("--tolerance is of the file in eight bits: give --int8, too")
         return None
     found = examples("--int8", labelled=False)
     if not hasattr(found, "train"):  # inputs alone
         from l0prune.features.int8.calibration import drawn  # loads torch
 
         found = drawn(found)
-    return More(onnx={"int8": found, "compensate": compensate_rounding, "fastest": fastest})
+    asked = {"compensate": compensate_rounding, "fastest": fastest, "tolerance": tolerance}
+    return More(onnx={"int8": found, **asked})

@@ -14,6 +14,7 @@ from rich.console import Console
 from round_trips import metadata
 from timed_network import gated
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import l0prune
 from l0prune.errors import UsageError
@@ -75,8 +76,34 @@ def test_layers_stay_in_float32_until_the_judge_is_content(tmp_path):
         assert found <= tolerance
     assert whole[0] == 0 < whole[1] < whole[2]
     assert found < 1e-11  # all of it in float32
-    with pytest.raises(UsageError, match="give both, or neither"):
+    with pytest.raises(UsageError, match=r"int8 was given none.*in Python, a judge"):
         small.save_onnx(tmp_path / "net.onnx", **asked, tolerance="1%")
+    with pytest.raises(UsageError, match="within a tolerance: give one"):
+        small.save_onnx(tmp_path / "net.onnx", **asked, judge=lost)
+
+
+def test_labelled_data_judge_by_their_metric(tmp_path):
+    torch.manual_seed(0)
+    layers = [each for pair in pairwise((16, 48, 48, 4))
+              for each in (nn.Linear(*pair), nn.Tanh())]  # fmt: skip
+    model, x = nn.Sequential(*layers[:-1]).eval(), torch.randn(400, 16)
+    with torch.no_grad():
+        outputs = model(x)
+    own = outputs.topk(2).values.diff().abs().flatten().argsort()  # the nearest to another class
+    x, labels = x[own], outputs[own].argmax(1)
+    test = TensorDataset(x[:200], labels[:200])
+    task = l0prune.Task(TensorDataset(x[200:], labels[200:]), test=test)
+    small = l0prune.export(l0prune.gate(copy.deepcopy(model), x[:2]))
+    kept = {}
+    for tolerance in (0.004, 0.9):
+        path = tmp_path / f"{tolerance}.onnx"
+        small.save_onnx(path, int8=task, time=False, fastest=False, tolerance=tolerance)
+        right = OnnxFile(path.with_suffix(".int8.onnx"))(x[:200]).argmax(1) == labels[:200]
+        before, error = small.int8.metrics["error"]
+        assert (before, error) == (0, pytest.approx(1 - float(right.float().mean())))
+        assert error <= tolerance
+        kept[tolerance] = small.int8.kept
+    assert kept[0.004] != kept[0.9] == ()
 
 
 def _shown(dense):
@@ -89,6 +116,7 @@ def _shown(dense):
 NET = """
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 
 def build():
@@ -103,7 +131,11 @@ def test_the_command_line_writes_and_compares(tmp_path, monkeypatch, capfd):
     (tmp_path / "net.py").write_text(NET, encoding="utf-8")
     gate = ("gate", "net.py:build", "--data", "digits", "--out", "net.gated.pt")
     assert in_process(capfd, *gate)[0] == 0
-    code, _, text = in_process(capfd, "export", "net.gated.pt", "--int8", "--no-time", "--out", ".")
+    export = ("export", "net.gated.pt", "--no-time", "--out", ".", "--tolerance", "1%")
+    code, _, text = in_process(capfd, *export)
+    assert code == 2
+    assert "--tolerance is of the file in eight bits" in text
+    code, _, text = in_process(capfd, *export, "--int8")
     assert code == 0, text
     assert (tmp_path / "net.int8.onnx").exists()
     compare = ("evaluate", "net.int8.onnx", "--against", "net.onnx", "--data", "digits", "--json")
