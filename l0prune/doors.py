@@ -51,6 +51,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "int8",
         "compensate_rounding",
         "fastest",
+        "tolerance",
     ),
     "latency": (
         "LatencyTable",
