@@ -202,6 +202,11 @@ def _are_unlearned(
 
 
 def _check_scores(scores: Tensor, size: int) -> None:
+    if not isinstance(scores, Tensor):
+        raise UsageError(
+            f"scores are a tensor with a number for each slot, not {type(scores).__name__}: "
+            "scores=l0prune.score(model, 'magnitude')"
+        )
     if scores.shape != (size,) or not bool(torch.isfinite(scores).all()):
         raise UsageError(
             f"scores must be {size} finite numbers in one flat vector, one per gate; these have "

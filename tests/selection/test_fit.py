@@ -40,6 +40,12 @@ def test_the_export_has_no_more_than_the_budget_and_hardly_less(seed, unit, shar
         assert int(axis.open.sum()) % round_to == 0 or axis.open.all()
 
 
+def test_the_name_of_a_score_is_no_scores():
+    model = gated(random_scores(0, SIZE))
+    with pytest.raises(UsageError, match=r"not str: scores=l0prune\.score\(model"):
+        fit(model, "params=0.5", "magnitude")
+
+
 def test_those_of_lowest_score_close():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     l0prune.gate(model, torch.zeros(2, 4), include=["0"])

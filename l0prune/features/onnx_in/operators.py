@@ -34,11 +34,18 @@ def host(value: Any) -> Host:
     return np.array(value, dtype=None if isinstance(value, bool | int | float) else object)
 
 
+def _kind(wanted: Any, *, is_wider: bool = False) -> torch.dtype:
+    """Return the torch dtype of one of the file's: float64 for float32 where all runs in it."""
+    kind = torch.from_numpy(np.zeros(0, wanted)).dtype
+    is_wider |= torch.get_default_dtype() == torch.float64
+    return torch.float64 if kind == torch.float32 and is_wider else kind
+
+
 def tensor(value: Value, like: Tensor | None = None) -> Value:
     """Convert a Host to a tensor, with floats in the dtype of ``like``; return others unchanged."""
     if not isinstance(value, np.ndarray):
         return value
-    kind = torch.from_numpy(np.zeros(0, np.int64 if value.dtype == object else value.dtype)).dtype
+    kind = _kind(np.int64 if value.dtype == object else value.dtype)
     if kind.is_floating_point and like is not None and like.is_floating_point():
         kind = like.dtype
     return torch.tensor(value.tolist(), dtype=kind, device=None if like is None else like.device)
@@ -168,9 +175,7 @@ def _cast(given: Attributes, x: Value) -> Value:
     if isinstance(x, np.ndarray):
         is_free = any(isinstance(each, torch.SymInt) for each in x.ravel())
         return x if is_free else x.astype(wanted)
-    kind = torch.from_numpy(np.zeros(0, wanted)).dtype
-    is_wider = x.dtype == torch.float64 or torch.get_default_dtype() == torch.float64
-    return x.to(torch.float64 if kind == torch.float32 and is_wider else kind)
+    return x.to(_kind(wanted, is_wider=x.dtype == torch.float64))
 
 
 @_operator("Concat")
@@ -343,7 +348,7 @@ def _constant_of_shape(given: Attributes, shape: Value) -> Value:
     value = given.get("value", np.zeros(1, np.float32))
     if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST:
         return np.full(sizes, value.item(), value.dtype)
-    return torch.full(sizes, value.item(), dtype=torch.from_numpy(np.zeros(0, value.dtype)).dtype)
+    return torch.full(sizes, value.item(), dtype=_kind(value.dtype))
 
 
 @_operator("Range")

@@ -67,10 +67,18 @@ class Tape:
     def note(
         self, number: int, operator: OpOverload, args: tuple[Any, ...], kwargs: Any, result: Any
     ) -> None:
-        """Record an operator that was run, or keep its result if those from the goal on need it."""
+        """Record an operator that was run, or keep its result if those from the goal on need it.
+
+        Raises:
+            OtherWay: the record has another operator here.
+        """
         if self.start:
-            if number < self._goal and number <= len(self._steps):
-                self._kept[number] = self._needed(number, pytree.tree_leaves(result))
+            if number < self._goal:
+                self._same(number, operator)
+                # torch copies what a factory such as zeros makes if somebody else holds it
+                leaves = [_alias(x) if isinstance(x, Tensor) else x
+                          for x in pytree.tree_leaves(result)]  # fmt: skip
+                self._kept[number] = self._needed(number, leaves)
             return
         for value in _tensors((args, kwargs)):
             self._last[self._memory(value)] = number
@@ -141,20 +149,25 @@ class Tape:
         Raises:
             OtherWay: the record has another operator here.
         """
-        known, results, spec = self._steps[number - 1]
-        if known is not operator:
-            self.is_repeatable = False
-            raise OtherWay
+        results, spec = self._same(number, operator)
         restored = self._restored.get(number) or [None] * len(results)
         leaves = [self._leaf(*pair) for pair in zip(results, restored, strict=True)]
         return pytree.tree_unflatten(leaves, spec)
+
+    def _same(self, number: int, operator: OpOverload) -> tuple[list[Any], Any]:
+        """Return the recorded results of an operator, and how they lie in what it returned."""
+        if number <= len(self._steps):
+            known, results, spec = self._steps[number - 1]
+            if known is operator:
+                return results, spec
+        self.is_repeatable = False
+        raise OtherWay
 
     def _leaf(self, found: Any, restored: Tensor | None) -> Any:
         if not isinstance(found, _Result):
             return found
         if restored is not None or found.kept is not None:
-            with below_autograd():  # which takes no tensor twice
-                return torch.ops.aten.alias(found.kept if restored is None else restored)
+            return _alias(found.kept if restored is None else restored)
         unread = found.unread()
         reference = StorageWeakRef(unread.untyped_storage())
         self._unread[reference.cdata] = reference
@@ -184,6 +197,12 @@ class Tape:
             else None
             for it, value in zip(results, values, strict=False)
         ]
+
+
+def _alias(value: Tensor | None) -> Tensor:
+    with below_autograd():  # which takes no tensor twice
+        found: Tensor = torch.ops.aten.alias(value)
+        return found
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

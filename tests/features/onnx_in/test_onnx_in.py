@@ -1,9 +1,11 @@
 """The commands on a model that is an ONNX file."""
 
+import numpy as np
 import torch
 from differences import run_onnx
 from onnx_files import draws, node, written
 
+import l0prune
 from l0prune.cli.project import only_model
 from l0prune.files.model_sources import load_model
 
@@ -30,3 +32,27 @@ def test_an_ONNX_file_is_gated_fitted_and_exported_by_bare_commands(
     x = torch.randn(5, 4)
     (answer,) = run_onnx(tmp_path / "model.fit.onnx", x)
     assert load_model(path)(x).shape == answer.shape
+
+
+def test_states_that_a_file_fills_by_a_shape_are_compared_in_float64(tmp_path):
+    """States of zeros, as a recurrent cell that is called step by step begins with."""
+    nodes = [
+        node("Shape", "x", "all", end=1),
+        node("Concat", "all width", "size", axis=0),
+        node("ConstantOfShape", "size", "state"),
+        node("Gemm", "state w b", "of_state"),
+        node("MatMul", "x v", "of_x"),
+        node("Add", "of_state of_x", "h"),
+        node("Tanh", "h", "t"),
+        node("MatMul", "t u", "y"),
+    ]
+    weights = {"w": draws(6, 8), "b": draws(8), "v": draws(4, 8), "u": draws(8, 3)}
+    weights["width"] = np.array([6])
+    path = written(tmp_path / "model.onnx", nodes, weights)
+    model = load_model(path)
+    l0prune.gate(model, torch.randn(2, 4))
+    l0prune.fit(model, "params=0.7", scores=l0prune.score(model, "magnitude"))
+    small = l0prune.export(model)
+    assert small.params < small.params_before
+    errors = [each.error for each in small.certificate.checks if each.dtype == "float64"]
+    assert errors and max(errors) < 1e-12

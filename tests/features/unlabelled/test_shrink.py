@@ -418,6 +418,30 @@ def test_a_network_that_is_worse_than_a_constant_has_to_be_asked_for():
     assert small.fidelity.error > 1
 
 
+class Cells(nn.Module):
+    """Two LSTMCells, step by step, from states of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTMCell(6, 8), nn.LSTMCell(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        states = [(torch.zeros(len(x), 8),) * 2] * 2
+        for step in x.unbind(1):
+            states[0] = self.first(step, states[0])
+            states[1] = self.second(states[0][0], states[1])
+        return self.last(states[1][0])
+
+
+def test_cells_called_step_by_step():
+    torch.manual_seed(0)
+    model, x = Cells().eval(), torch.randn(48, 4, 6)
+    small = l0prune.shrink(model, x, "macs=0.7", batch_size=16, round_to=1)
+    assert small.macs <= 0.7 * small.macs_before
+    assert small.fidelity.error < 0.5
+
+
 def test_recovery_of_a_network_with_two_inputs():
     class Sum(nn.Module):
         def __init__(self):

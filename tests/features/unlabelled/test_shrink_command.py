@@ -38,7 +38,9 @@ def test_a_file_that_is_smaller_and_how_near_it_is(done, tmp_path):
     assert told["params"] <= 0.5 * (8 * 32 + 32 + 32 * 3 + 3)
     assert told["speedup"]["asked"] == ["params=0.5"]
     assert len(told["times"]["small"]) >= 3
-    again, _ = done("shrink", "net.py:net", *options, "--no-time")
+    (tmp_path / "small").mkdir()
+    again, _ = done("shrink", "net.py:net", *options, "--no-time", "--out", "small")
+    assert again["files"] == ["small/net.small.onnx"]
     assert (again["speedup"], again["times"]) == (None, None)
 
 
