@@ -55,4 +55,5 @@ def test_states_that_a_file_fills_by_a_shape_are_compared_in_float64(tmp_path):
     small = l0prune.export(model)
     assert small.params < small.params_before
     errors = [each.error for each in small.certificate.checks if each.dtype == "float64"]
-    assert errors and max(errors) < 1e-12
+    assert errors
+    assert max(errors) < 1e-12
