@@ -254,7 +254,12 @@ def _is(size: Any, number: int) -> bool:
 def _expand(_: Attributes, x: Value, shape: Value) -> Value:
     sizes = numbers(shape)
     if isinstance(x, np.ndarray):
-        return np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(sizes)))
+        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST:
+            return np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(sizes)))
+        if x.size == 1:
+            sizes = [1] * (x.ndim - len(sizes)) + sizes
+            return torch.full(sizes, x.item(), dtype=_kind(x.dtype))
+        x = tensor(x)
     sizes = [1] * (x.ndim - len(sizes)) + sizes
     own = len(sizes) - x.ndim
     kept = [-1 if n >= own and _is(size, 1) else size for n, size in enumerate(sizes)]

@@ -1,6 +1,7 @@
 """The commands on a model that is an ONNX file."""
 
 import numpy as np
+import pytest
 import torch
 from differences import run_onnx
 from onnx_files import draws, node, written
@@ -34,20 +35,25 @@ def test_an_ONNX_file_is_gated_fitted_and_exported_by_bare_commands(
     assert load_model(path)(x).shape == answer.shape
 
 
-def test_states_that_a_file_fills_by_a_shape_are_compared_in_float64(tmp_path):
+@pytest.mark.parametrize("width", [6, 100])
+@pytest.mark.parametrize("kind", ["ConstantOfShape", "Expand"])
+def test_states_that_a_file_fills_by_a_shape_have_any_batch(tmp_path, kind, width):
     """States of zeros, as a recurrent cell that is called step by step begins with."""
+    filled = "size" if kind == "ConstantOfShape" else "zero size"
     nodes = [
         node("Shape", "x", "all", end=1),
         node("Concat", "all width", "size", axis=0),
-        node("ConstantOfShape", "size", "state"),
+        node(kind, filled, "state"),
         node("Gemm", "state w b", "of_state"),
         node("MatMul", "x v", "of_x"),
         node("Add", "of_state of_x", "h"),
         node("Tanh", "h", "t"),
         node("MatMul", "t u", "y"),
     ]
-    weights = {"w": draws(6, 8), "b": draws(8), "v": draws(4, 8), "u": draws(8, 3)}
-    weights["width"] = np.array([6])
+    weights = {"w": draws(width, 8), "b": draws(8), "v": draws(4, 8), "u": draws(8, 3)}
+    weights["width"] = np.array([width])
+    if kind == "Expand":
+        weights["zero"] = np.zeros((1, 1), np.float32)
     path = written(tmp_path / "model.onnx", nodes, weights)
     model = load_model(path)
     l0prune.gate(model, torch.randn(2, 4))
@@ -57,3 +63,7 @@ def test_states_that_a_file_fills_by_a_shape_are_compared_in_float64(tmp_path):
     errors = [each.error for each in small.certificate.checks if each.dtype == "float64"]
     assert errors
     assert max(errors) < 1e-12
+    (file,) = small.save_onnx(tmp_path / "small.onnx", time=False)
+    x = torch.randn(5, 4)
+    (found,) = run_onnx(file, x)
+    assert torch.allclose(torch.as_tensor(found), small.module(x), atol=1e-5)
