@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,7 @@ class Int8File(Derived):
         network = collect.Network(path, threads, collect.CPU)
         names = [each.name for each in network.session.get_inputs()]
         seen, unseen = divided(feeds_of(self._given, piece, names))
+        tests = _Tests(self._given, piece, path)
         with tempfile.TemporaryDirectory() as folder:
             comparison = Comparison(network, unseen)
             if ranges is not None:
@@ -254,7 +256,8 @@ class Int8File(Derived):
                 made = quantized(onnx.load(str(path)), ranges, there)
                 method, search, seen = TRAINED, None, []
             else:
-                search = self._searched(proven, seen, comparison, Path(folder))
+                is_within = self._judged_by(tests, Path(folder))
+                search = self._searched(proven, seen, comparison, is_within, Path(folder))
                 made, method = search.made(), search.method
             del made.metadata_props[:]  # facts about the file in float32
             target.write_bytes(made.SerializeToString())
@@ -264,7 +267,6 @@ class Int8File(Derived):
             if proven.is_timed:
                 with stage("timing the int8 file beside the one in float32"):
                     times, beside_dense = times_beside(target, path, proven.dense, piece, threads)
-        tests = _Tests(self._given, piece)
         about_it = Int8(
             method=method,
             calibrated=rows_in(seen, piece),
@@ -275,7 +277,7 @@ class Int8File(Derived):
             costly=tuple(search.costly) if search else (),
             times=times,
             beside_dense=beside_dense,
-            metrics=tests.of_both(path, target),
+            metrics=tests.beside(target),
             tested=tests.examples,
             has_vnni=has_dot_products(),
             bits={} if ranges is None else ranges.by_layer,
@@ -286,25 +288,17 @@ class Int8File(Derived):
         return about_it
 
     def _searched(
-        self, proven: InFloat32, seen: Sequence[Feed], comparison: Comparison, folder: Path
+        self,
+        proven: InFloat32,
+        seen: Sequence[Feed],
+        comparison: Comparison,
+        is_within: Callable[[Search], bool] | None,
+        folder: Path,
     ) -> Search:
         """Calibrate a file, choose its nodes in float32, and compensate the rounding."""
         with stage("calibrating the int8 file"):
             quantizer = Quantizer.of(proven.path, seen, folder)
-        given = one_example(proven.piece)[0], proven.threads
-        tried, is_judged = folder / "tried.onnx", self._allowed is not None
-        judge = self._judge
-        if is_judged and judge is None:
-            with stage("testing the file in float32"):
-                judge = _Tests(self._given, proven.piece).judge(OnnxFile(proven.path))
-
-        def is_within(search: Search) -> bool:
-            assert judge is not None
-            assert self._allowed is not None
-            path = folder / "judged.onnx"
-            path.write_bytes(search.made().SerializeToString())
-            with stage("judging the int8 file"):
-                return judged(judge, OnnxFile(path)) <= self._allowed
+        given, tried = (one_example(proven.piece)[0], proven.threads), folder / "tried.onnx"
 
         def complete(search: Search) -> bool:
             if self._is_fastest:
@@ -313,11 +307,11 @@ class Int8File(Derived):
             if self._compensates:
                 with stage("making up for the rounding"):
                     search.compensate(seen)
-            return not is_judged or is_within(search)
+            return is_within is None or is_within(search)
 
         search = Search(quantizer, comparison, tried)
         with stage("choosing what of it stays in float32"):
-            search.run(tries_layers=not is_judged)
+            search.run(tries_layers=is_within is None)
         search = least_kept(search, complete)
         if not self._is_fastest:
             return search
@@ -325,9 +319,28 @@ class Int8File(Derived):
             other = EachCallSearch(EachCall.beside(quantizer), comparison, tried)
             if not other.gains(search, *given):
                 return search
-            error = 0.0 if is_judged else max(SMALL, search.error())
-            other = least_kept(other, is_within if is_judged else lambda own: own.error() <= error)
+            if is_within is None:
+                error = max(SMALL, search.error())
+                other = least_kept(other, lambda own: own.error() <= error)
+            else:
+                other = least_kept(other, is_within)
             return other if other.gains(search, *given) else search
+
+    def _judged_by(self, tests: _Tests, folder: Path) -> Callable[[Search], bool] | None:
+        """Return the function that says whether a search's file is within; None if none is asked.
+
+        The judge is the user's, else the metric of the test examples.
+        """
+        if (allowed := self._allowed) is None:
+            return None
+        judge, path = self._judge or tests.worse, folder / "judged.onnx"
+
+        def is_within(search: Search) -> bool:
+            path.write_bytes(search.made().SerializeToString())
+            with stage("judging the int8 file"):
+                return judged(judge, OnnxFile(path)) <= allowed
+
+        return is_within
 
 
 DERIVED.update(dict.fromkeys((Int8File.keyword, *Int8File.also), Int8File))
@@ -338,13 +351,14 @@ def _is_tested(given: Any) -> bool:
 
 
 class _Tests:
-    """Test examples of data, for a piece of a model; none without labels.
+    """Test examples of data, on which files are compared with one in float32; none without labels.
 
     Attributes:
         examples: how many there are.
     """
 
-    def __init__(self, given: Any, piece: ExportedPart) -> None:
+    def __init__(self, given: Any, piece: ExportedPart, single: Path) -> None:
+        self._single = single
         self._batches: list[Batch] = []
         if is_source(given):
             self._task = Task.of(given)
@@ -355,20 +369,25 @@ class _Tests:
             self._batches = list(islice(batches, max(1, _TESTED // size)))
         self.examples = sum(batch.examples for batch in self._batches)
 
-    def of(self, file: nn.Module) -> dict[str, float]:
-        """Return loss and metric of a file."""
+    @cached_property
+    def _before(self) -> dict[str, float]:
+        """Loss and metric of the file in float32."""
+        with stage("testing the file in float32"):
+            return self._of(OnnxFile(self._single))
+
+    def _of(self, file: nn.Module) -> dict[str, float]:
         return evaluate_batches(file, steps(self._batches), self._task, _CPU)
 
-    def judge(self, single: OnnxFile) -> Callable[[OnnxFile], float]:
-        """Return a function that says how much worse a file's metric is than this file's."""
-        name = self._task.metric_name
-        sign, before = -1 if self._task.larger_is_better else 1, self.of(single)[name]
-        return lambda file: sign * (self.of(file)[name] - before)
+    def worse(self, file: nn.Module) -> float:
+        """Return how much worse a file's metric is than that of the one in float32."""
+        name, sign = self._task.metric_name, -1 if self._task.larger_is_better else 1
+        return sign * (self._of(file)[name] - self._before[name])
 
-    def of_both(self, *paths: Path) -> dict[str, tuple[float, float]]:
-        """Return loss and metric of two files; empty without test data."""
+    def beside(self, path: Path) -> dict[str, tuple[float, float]]:
+        """Return loss and metric of the file in float32 and of another; empty without examples."""
         if not self._batches:
             return {}
-        with stage("testing both files"):
-            first, second = (self.of(OnnxFile(path)) for path in paths)
-        return {name: (first[name], second[name]) for name in first}
+        before = self._before
+        with stage("testing the int8 file"):
+            after = self._of(OnnxFile(path))
+        return {name: (before[name], after[name]) for name in before}

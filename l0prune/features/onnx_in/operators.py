@@ -35,8 +35,12 @@ def host(value: Any) -> Host:
 
 
 def _kind(wanted: Any, *, is_wider: bool = False) -> torch.dtype:
-    """Return the torch dtype of one of the file's: float64 for float32 where all runs in it."""
-    kind = torch.from_numpy(np.zeros(0, wanted)).dtype
+    """Return the torch dtype of one of the file's: float64 for float32 where all runs in it.
+
+    Arrays of sizes, which may be symbols, are objects.
+    """
+    numbers_of = np.int64 if np.dtype(wanted).hasobject else wanted
+    kind = torch.from_numpy(np.zeros(0, numbers_of)).dtype
     is_wider |= torch.get_default_dtype() == torch.float64
     return torch.float64 if kind == torch.float32 and is_wider else kind
 
@@ -45,7 +49,7 @@ def tensor(value: Value, like: Tensor | None = None) -> Value:
     """Convert a Host to a tensor, with floats in the dtype of ``like``; return others unchanged."""
     if not isinstance(value, np.ndarray):
         return value
-    kind = _kind(np.int64 if value.dtype == object else value.dtype)
+    kind = _kind(value.dtype)
     if kind.is_floating_point and like is not None and like.is_floating_point():
         kind = like.dtype
     return torch.tensor(value.tolist(), dtype=kind, device=None if like is None else like.device)
@@ -254,11 +258,10 @@ def _is(size: Any, number: int) -> bool:
 def _expand(_: Attributes, x: Value, shape: Value) -> Value:
     sizes = numbers(shape)
     if isinstance(x, np.ndarray):
-        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST:
+        if _are_few(sizes):
             return np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(sizes)))
         if x.size == 1:
-            sizes = [1] * (x.ndim - len(sizes)) + sizes
-            return torch.full(sizes, x.item(), dtype=_kind(x.dtype))
+            return _filled([1] * (x.ndim - len(sizes)) + sizes, x)
         x = tensor(x)
     sizes = [1] * (x.ndim - len(sizes)) + sizes
     own = len(sizes) - x.ndim
@@ -351,8 +354,16 @@ def _tile(_: Attributes, x: Value, repeats: Value) -> Value:
 def _constant_of_shape(given: Attributes, shape: Value) -> Value:
     sizes = numbers(shape)
     value = given.get("value", np.zeros(1, np.float32))
-    if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST:
-        return np.full(sizes, value.item(), value.dtype)
+    return np.full(sizes, value.item(), value.dtype) if _are_few(sizes) else _filled(sizes, value)
+
+
+def _are_few(sizes: list[Any]) -> bool:
+    """Return whether an array of these sizes may be a Host: none is a symbol."""
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST
+
+
+def _filled(sizes: list[Any], value: Host) -> Tensor:
+    """Return a tensor of these sizes filled with an array's only entry."""
     return torch.full(sizes, value.item(), dtype=_kind(value.dtype))
 
 

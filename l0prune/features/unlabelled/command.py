@@ -116,7 +116,6 @@ def shrink(
     if bool(budget) == (tolerance is not None):
         raise UsageError("give --faster 2, --budget macs=0.5, or --tolerance 1% in its place")
     check_writers(write)
-    into = out if out is not None and out.is_dir() else None
     spec, module = open_model(model, model_option, weights, trust_pickle)
     named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
     source = load_data(*named, module, tokenizer, labelled=False)
@@ -153,8 +152,9 @@ def shrink(
         loads = folders(small, pretrained, vllm, spec)
         files += tuple(file for each in write or () for file in small.save(each))
         if onnx or out or not files:
-            target = output_path(None if into else out, spec, ".small.onnx")
-            files += small.save_onnx(into / target if into else target, time=timed)
+            own = output_path(None, spec, ".small.onnx")
+            target = own if out is None else out / own.name if out.is_dir() else out
+            files += small.save_onnx(target, time=timed)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

@@ -116,7 +116,6 @@ def _shown(dense):
 NET = """
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 
 def build():
