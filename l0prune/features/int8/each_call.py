@@ -15,10 +15,9 @@ from collections.abc import Collection
 
 from onnx import ModelProto
 
-from l0prune.capture.threads import muted
 from l0prune.exporting.onnx.times import Given
 from l0prune.features.int8.fastest import WORTH, Speed, ms_of
-from l0prune.features.int8.quantizer import Quantizer, explained, has_dot_products, in_order
+from l0prune.features.int8.quantizer import RECURRENT, Quantizer, with_ranges_of_each_call
 from l0prune.features.int8.search import Search
 
 EACH_CALL = "ranges of each call"
@@ -33,40 +32,18 @@ class EachCall(Quantizer):
     def beside(cls, other: Quantizer) -> EachCall:
         """Return that of the file of a static quantizer."""
         tensors = {each.name for each in other.model.graph.initializer}
-        nodes: dict[str, list[str]] = {}
+        nodes = {kind: names for kind, names in other.nodes.items() if kind == RECURRENT}
         for node in other.model.graph.node:
             if node.op_type in _PRODUCTS and node.input[1] in tensors:
                 nodes.setdefault(node.op_type, []).append(node.name)
-        return cls(other.model, nodes, {EACH_CALL: None}, is_joined=other.is_joined)
+        return cls(
+            other.model, nodes, {EACH_CALL: None}, is_joined=other.is_joined, paths=other.paths
+        )
 
     def quantized(self, method: str = EACH_CALL, kept: Collection[str] = ()) -> ModelProto:
         """See ``Quantizer``."""
-        from onnxruntime.quantization import QuantizationMode, QuantType  # loads slowly
-        from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
-
-        copied = ModelProto()
-        copied.CopyFrom(self.model)
         names = [name for every in self.nodes.values() for name in every if name not in kept]
-        if not names:
-            return copied
-        with muted(), explained("quantize"):
-            quantizer = ONNXQuantizer(
-                copied,
-                per_channel=True,
-                reduce_range=not has_dot_products(),
-                mode=QuantizationMode.IntegerOps,
-                static=False,
-                weight_qType=QuantType.QInt8,
-                activation_qType=QuantType.QUInt8,
-                tensors_range=None,
-                # a Gemm becomes a MatMul of this name, and an Add
-                nodes_to_quantize=[*names, *(f"{name}_MatMul" for name in names)],
-                nodes_to_exclude=[],
-                op_types_to_quantize=["MatMul"],
-                extra_options={"MatMulConstBOnly": True},
-            )
-            quantizer.quantize_model()
-            return in_order(quantizer.model.model)
+        return with_ranges_of_each_call(self.model, names)
 
 
 class EachCallSearch(Search):

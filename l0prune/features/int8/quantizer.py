@@ -2,7 +2,8 @@
 
 Weights are int8 with a scale for each output; activations are uint8 on x86, whose instructions
 multiply uint8 by int8, and int8 elsewhere. Quantized values pass a QuantizeLinear and a
-DequantizeLinear, which ONNX Runtime fuses into operators on integers.
+DequantizeLinear, which ONNX Runtime fuses into operators on integers. An LSTM has no such form: it
+takes the range of its input, and of its state at each step, in each call (DynamicQuantizeLSTM).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import platform
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ Feed = dict[str, np.ndarray[Any, Any]]
 
 FIRST_OPSET = 13  # before it there is no scale for each output
 MULTIPLYING = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
+RECURRENT = "LSTM"
+LAYERS = MULTIPLYING | {RECURRENT}
 MINMAX, ENTROPY = "minmax", "entropy"
 PERCENTILES = {f"percentile {share:g}": share for share in (99.999, 99.99, 99.9)}
 METHODS = (MINMAX, *PERCENTILES, ENTROPY)
@@ -73,6 +77,8 @@ class Quantizer:
             masks of attentions, which are -inf where nothing may be read, or float32's least
             number; and those of outputs that one scale would be too coarse for (``unlike_joined``).
         is_joined: whether there are some of the latter.
+        paths: of the nodes' modules, by name, as far as known: ONNX Runtime's preprocessing drops
+            what the exporter says about nodes.
     """
 
     model: ModelProto
@@ -80,6 +86,7 @@ class Quantizer:
     ranges: Mapping[str, Any] = field(repr=False)
     unfit: Sequence[str] = ()
     is_joined: bool = False
+    paths: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -103,6 +110,7 @@ class Quantizer:
         model = onnx.load(str(path))
         pool_means(model)
         name_nodes(model)
+        paths = {node.name: owner_of(node) for node in model.graph.node}
         onnx.save(model, str(plain))
         with muted(), explained("prepare"):
             try:
@@ -116,17 +124,16 @@ class Quantizer:
             ranges, values = _ranges(ready, feeds, folder, methods)
         unfit = [n.name for n in model.graph.node if not values.isdisjoint((*n.input, *n.output))]
         unfit += (joined := unlike_joined(model, ranges[MINMAX]))
-        nodes: dict[str, list[str]] = {}
+        recurrent, nodes = recurrent_in(model), dict[str, list[str]]()
         for node in model.graph.node:
             is_known = node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry
-            if is_known and node.name not in unfit:
+            if (is_known or node.name in recurrent) and node.name not in unfit:
                 nodes.setdefault(node.op_type, []).append(node.name)
-        return cls(model, nodes, ranges, unfit, bool(joined))
+        return cls(model, nodes, ranges, unfit, bool(joined), paths)
 
     def layer_of(self, name: str) -> str:
         """Return the path of a node's module; the node's name where that is unknown."""
-        (node,) = (each for each in self.model.graph.node if each.name == name)
-        return owner_of(node) or name
+        return self.paths.get(name) or name
 
     def quantized(self, method: str = MINMAX, kept: Collection[str] = ()) -> ModelProto:
         """Return the quantized file.
@@ -140,8 +147,8 @@ class Quantizer:
         """
         from onnxruntime.quantization import QDQQuantizer, QuantType
 
-        copied = ModelProto()
-        copied.CopyFrom(self.model)
+        recurrent = [name for name in self.nodes.get(RECURRENT, ()) if name not in kept]
+        copied = with_ranges_of_each_call(self.model, recurrent)
         with muted(), explained("quantize"):
             quantizer = QDQQuantizer(
                 copied,
@@ -152,12 +159,65 @@ class Quantizer:
                 tensors_range=self.ranges[method],
                 nodes_to_quantize=[],
                 nodes_to_exclude=[*kept, *self.unfit],
-                op_types_to_quantize=list(self.nodes),
+                op_types_to_quantize=[kind for kind in self.nodes if kind != RECURRENT],
                 extra_options={},
             )
             quantizer.quantize_model()
             in_integers(quantizer.model.model)
             return in_order(quantizer.model.model)
+
+
+def recurrent_in(model: ModelProto) -> set[str]:
+    """Return the names of the LSTMs whose weights are constants that nothing else reads."""
+    readers = Counter(name for node in model.graph.node for name in node.input)
+    constants = {tensor.name for tensor in model.graph.initializer if readers[tensor.name] == 1}
+    return {
+        node.name
+        for node in model.graph.node
+        if node.op_type == RECURRENT
+        and constants.issuperset(node.input[1:3])
+        and not any(each.name == "layout" and each.i for each in node.attribute)
+    }
+
+
+def with_ranges_of_each_call(model: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return a copy of a file with layers in eight bits whose inputs get their range in each call.
+
+    Args:
+        model: the file in float32.
+        names: of nodes, which are LSTMs, MatMuls by a constant, or Gemms.
+
+    Raises:
+        L0pruneError: ONNX Runtime cannot do it.
+    """
+    from onnxruntime.quantization import QuantizationMode, QuantType  # loads slowly
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    if not names:
+        return copied
+    with muted(), explained("quantize"):
+        quantizer = ONNXQuantizer(
+            copied,
+            per_channel=True,
+            reduce_range=not has_dot_products(),
+            mode=QuantizationMode.IntegerOps,
+            static=False,
+            weight_qType=QuantType.QInt8,
+            activation_qType=QuantType.QUInt8,
+            tensors_range=None,
+            # a Gemm becomes a MatMul of this name, and an Add
+            nodes_to_quantize=[*names, *(f"{name}_MatMul" for name in names)],
+            nodes_to_exclude=[],
+            op_types_to_quantize=["MatMul", RECURRENT],
+            extra_options={"MatMulConstBOnly": True},
+        )
+        quantizer.quantize_model()
+        for node in quantizer.model.model.graph.node:
+            if node.op_type == "DynamicQuantizeLSTM":
+                node.name = node.name.removesuffix("_quant")
+        return in_order(quantizer.model.model)
 
 
 def unlike_joined(model: ModelProto, ranges: Any) -> list[str]:

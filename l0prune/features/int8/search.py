@@ -17,7 +17,7 @@ from l0prune.exporting.onnx.differences import Differences, Outputs, Pairs, diff
 from l0prune.exporting.onnx.times import Given
 from l0prune.features.int8.compensation import compensated
 from l0prune.features.int8.fastest import Fastest, Speed, with_small_weights
-from l0prune.features.int8.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
+from l0prune.features.int8.quantizer import LAYERS, METHODS, RECURRENT, Feed, Quantizer
 
 SMALL = 0.05  # an error up to which nothing is searched
 _WORTH = 0.8  # nodes stay in float32 if at most this share of the error is left
@@ -95,7 +95,8 @@ class Search:
     """Search for the calibration method and the nodes in float32 with the least error.
 
     First kinds of operators that do not multiply are tried, such as the sums of a residual stream,
-    then layers one by one. ``compensate`` then tries weights that make up for the rounding.
+    and LSTMs, whose state adds up errors; then layers one by one. ``compensate`` then tries weights
+    that make up for the rounding.
 
     Attributes:
         method: of calibration.
@@ -154,8 +155,7 @@ class Search:
 
         fastest = Fastest(single, made, may, given, threads, folder)
         self._slow, self.speed = fastest.run()
-        layers = {n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())}
-        shown = [name for name in self._slow if name in layers] or self._slow
+        shown = [name for name in self._slow if name in self._layers] or self._slow
         self._tell(map(self._quantizer.layer_of, shown))
         if self._slow:
             self._choose_method()
@@ -192,6 +192,8 @@ class Search:
         together, and then put back one by one.
         """
         kinds = self._others()
+        recurrent = self._quantizer.nodes.get(RECURRENT, ())
+        kinds |= {name: [name] for name in recurrent}
         least = self._error(_names(kinds)) if error > SMALL and kinds else error
         if least > _WORTH * error:
             return error
@@ -200,7 +202,9 @@ class Search:
             names = kinds.pop(kind)
             if self._error(_names(kinds)) > enough:
                 kinds[kind] = names
-        self._nodes, self.kept = _names(kinds), sorted(kinds)
+        self._nodes = _names(kinds)
+        self._tell(sorted(kinds.keys() - {*recurrent}))
+        self._tell(self._quantizer.layer_of(name) for name in recurrent if name in kinds)
         return self._choose_method()
 
     def _keep_layers(self, error: float) -> None:
@@ -218,12 +222,11 @@ class Search:
     def _alone(self) -> dict[str, float]:
         """The error of each layer where it alone is in eight bits, the largest first."""
         every = _names(self._quantizer.nodes)
-        layers = [n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())]
         alone = {
             name: self._error([each for each in every if each != name], calls=_TRIED)
-            for name in layers
+            for name in self._layers
         }
-        ranked = sorted(layers, key=alone.__getitem__, reverse=True)
+        ranked = sorted(self._layers, key=alone.__getitem__, reverse=True)
         self.costly = [(self._quantizer.layer_of(name), alone[name]) for name in ranked[:_NAMED]]
         return {name: alone[name] for name in ranked}
 
@@ -233,7 +236,12 @@ class Search:
 
     def _others(self) -> dict[str, Sequence[str]]:
         """Return the kinds of operators that do not multiply, with the names of their nodes."""
-        return {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        return {k: v for k, v in self._quantizer.nodes.items() if k not in LAYERS}
+
+    @property
+    def _layers(self) -> list[str]:
+        """The names of the nodes that multiply by weights."""
+        return [n for kind in sorted(LAYERS) for n in self._quantizer.nodes.get(kind, ())]
 
     def beyond(self) -> list[Self]:
         """Return searches with ever more in float32 than this one, what costs most first.

@@ -13,7 +13,14 @@ import l0prune
 from l0prune.features.int8 import each_call
 from l0prune.features.int8.each_call import EACH_CALL, EachCall
 from l0prune.features.int8.fastest import InTurns
-from l0prune.features.int8.quantizer import Quantizer, has_dot_products, name_nodes
+from l0prune.features.int8.quantizer import (
+    RECURRENT,
+    Quantizer,
+    has_dot_products,
+    name_nodes,
+    recurrent_in,
+    with_ranges_of_each_call,
+)
 from l0prune.features.int8.search import least_kept
 
 
@@ -114,3 +121,89 @@ def test_as_little_as_it_takes_is_kept(last):
         assert found.kept == min(needed, last)
         assert found.kept in judged
         assert len(judged) == len({*judged}) <= 2 + 2 * max(1, found.kept).bit_length()
+
+
+class Recurrent(nn.Module):
+    """Two layers, the first of which reads sizes that eight bits of one range do not hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.LSTM(8, 24, bidirectional=True, batch_first=True)
+        self.second = nn.LSTM(48, 24, batch_first=True)
+        self.head = nn.Linear(24, 6, bias=False)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x)[0])[0][:, -1])
+
+
+def _rounded(x):
+    low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
+    step = np.float32(high - low) / np.float32(255)
+    zero = np.round(-low / step)
+    return (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
+
+
+def _on_grid(weight, largest):
+    weight = weight.detach().numpy()
+    steps = np.abs(weight).max(1, keepdims=True) / largest
+    return np.round(weight / steps) * steps
+
+
+def _by_definition(x, lstm, end, largest):
+    """One direction, with an input of one range, and a state of one range at each step."""
+    w, r = (_on_grid(getattr(lstm, f"weight_{of}_l0{end}"), largest) for of in ("ih", "hh"))
+    bias = sum(getattr(lstm, f"bias_{of}_l0{end}").detach().numpy() for of in ("ih", "hh"))
+    read = _rounded(x) @ w.T + bias
+    h = c = np.zeros((x.shape[1], r.shape[1]), np.float32)
+    found = []
+    for now in read[::-1] if end else read:
+        state = _rounded(h) if h.any() else h
+        i, f, g, o = np.split(now + state @ r.T, 4, 1)
+        i, f, o = (1 / (1 + np.exp(-each)) for each in (i, f, o))
+        c = f * c + i * np.tanh(g)
+        h = o * np.tanh(c)
+        found.append(h)
+    return np.stack(found[::-1] if end else found)
+
+
+def test_recurrent_layers_have_a_range_of_their_input_and_one_of_each_step(tmp_path):
+    torch.manual_seed(0)
+    lstm, x = nn.LSTM(8, 24, bidirectional=True).eval(), torch.randn(7, 1, 8)
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = lstm, nn.Linear(48, 5)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    model = Headed().eval()
+    file = written(tmp_path, model, x)
+    names = sorted(recurrent_in(file))
+    assert len(names) == 1
+    made = with_ranges_of_each_call(file, names)
+    assert [node.name for node in made.graph.node if node.op_type == "DynamicQuantizeLSTM"] == names
+    (found,) = run_onnx(made.SerializeToString(), x)
+    largest = 127 if has_dot_products() else 64
+    ends = ("", "_reverse")
+    expected = np.concatenate([_by_definition(x.numpy(), lstm, e, largest) for e in ends], 2)
+    expected = model.head(torch.from_numpy(expected)).detach().numpy()
+    exact = model(x).detach().numpy()
+    found = np.asarray(found)
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(found - exact).max()
+
+
+def test_what_reads_too_many_sizes_stays_in_float32_alone(tmp_path):
+    torch.manual_seed(0)
+    model = Recurrent().eval()
+    x = torch.randn(64, 10, 8) * 10 ** torch.linspace(-4, 1, 8)
+    with torch.no_grad():  # the small ones matter
+        model.first.weight_ih_l0.mul_(5 / x.std((0, 1)))
+        model.first.weight_ih_l0_reverse.mul_(5 / x.std((0, 1)))
+    small = l0prune.export(l0prune.gate(model, x[:2]))
+    small.save_onnx(tmp_path / "net.onnx", int8=x, fastest=False)
+    assert small.int8.kept == ("first",)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "net.int8.onnx").graph.node]
+    assert kinds.count(RECURRENT) == kinds.count("DynamicQuantizeLSTM") == 1
+    assert small.int8.errors["output"] < 0.05
