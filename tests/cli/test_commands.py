@@ -142,7 +142,7 @@ def test_a_stopped_run_goes_on(done, tmp_path, start):
     (tmp_path / "l0prune.toml").write_text(f'data = "own.py:data"\n{settings}')
     done("gate", "model.pt")
     code, _, err = start("finetune", "--data", "own.py:data", cwd=tmp_path)
-    assert code == 1
+    assert code == 130
     assert "same command" in err
     assert "Traceback" not in err
     assert not (tmp_path / "model.tuned.pt").exists()
