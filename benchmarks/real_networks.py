@@ -378,8 +378,7 @@ def mtcnn(name: str, size: int) -> Real:
     images = inputs.photographs(3300, size, 0) * 255
     images = (images - 127.5) * 0.0078125
     held = list(images[3000:].split(100))
-    return Real(model, images[:3000], held, "outputs' variance that is no error",
-                near(model, held), shrink={"samples": 512})  # fmt: skip
+    return Real(model, images[:3000], held, "outputs' variance that is no error", near(model, held))
 
 
 NETWORKS: dict[str, Callable[[], Real]] = {

@@ -119,6 +119,13 @@ def test_the_examples_of_tasks_run(name, capsys):
     assert f"epoch {last['epoch']}/" in capsys.readouterr().err
 
 
+def _alike(network, before, images):
+    """The share of images that two networks put into one class."""
+    with torch.no_grad():
+        found, expected = (net(images).argmax(1) for net in (network, before))
+    return (found == expected).double().mean().item()
+
+
 class _Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -243,7 +250,9 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
         scope = _with_a_network()
         args = (scope["example"],)
         scope["inputs"] = torch.randn(32, *scope["example"].shape[1:])
-        scope["network"] = copy.deepcopy(scope["model"])
+        scope["network"] = before = copy.deepcopy(scope["model"])
+        scope["images"] = images = scope["inputs"]
+        scope["right"] = lambda network: _alike(network, before, images)
     if '"model.onnx")' in code and "save_onnx" not in code:
         torch.onnx.export(scope["model"], args, "model.onnx", dynamo=True)
     data = (scope["loader"], scope["loader"])
