@@ -40,7 +40,9 @@ def run_command(command: Callable[[], Any]) -> int:
     except StoppedElsewhere:
         return FAILED  # the process that failed first has reported the reason
     except UsageError as error:
-        complain(str(error))
+        # Before torch is loaded only arguments are looked at, which all processes have.
+        if "torch" in sys.modules or is_first_process():
+            complain(str(error))
         return WRONG_USE
     except L0pruneError as error:
         complain(str(error))

@@ -19,11 +19,11 @@ from l0prune.cli.evaluate import say_what_differs
 README = Path(__file__).parents[2] / "README.md"
 
 
-def network(channels=3, outputs=3):
+def network(channels=3, outputs=3, width=8):
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
-        nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, outputs),
+        nn.Conv2d(channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(16 * width, 32), nn.ReLU(), nn.Linear(32, outputs),
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def lines():
 
 @pytest.mark.slow
 def test_the_lines_of_the_readme_as_they_stand(tmp_path):
-    torch.save(network(), tmp_path / "model.pt")
+    torch.save(network(width=256), tmp_path / "model.pt")
     for part in ("train", "val"):
         images(tmp_path / "photos" / part)
     assert [arguments[0] for arguments in lines()] == ["gate", "finetune", "export"]

@@ -14,6 +14,7 @@ from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Check, compare_file, unknown
 from l0prune.exporting.onnx.external import data_beside
 from l0prune.exporting.onnx.file import FIRST_OF_PRESENT, describe, outputs_of, write_runnable
+from l0prune.exporting.onnx.reference import run_in_float64
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.exporting.state import Carrying, check_kept, check_stateless
 from l0prune.exporting.uncut import rounding_in
@@ -84,8 +85,9 @@ class Unfinished(ExitStack):
         run = Carrying(session, piece.state)
         measured = partial(rounding_in, outputs_of, piece.original)
         own = unknown if piece.state else measured
+        exactly = None if piece.state else partial(run_in_float64, path)
         with stage("comparing the ONNX file with the gated model"):
-            return compare_file("onnx", piece.answers, run, piece.path, piece.read, own)
+            return compare_file("onnx", piece.answers, run, piece.path, piece.read, own, exactly)
 
 
 def check_opset(opset: int | None) -> None:
