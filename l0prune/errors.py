@@ -73,6 +73,10 @@ class UsageError(L0pruneError):
     """An argument or option cannot be understood."""
 
 
+class OutOfReach(UsageError):
+    """A budget cannot be met by any choice of gates."""
+
+
 class DataError(L0pruneError):
     """A data source is missing, empty or does not fit the model."""
 

@@ -22,7 +22,7 @@ from math import ceil, floor, nextafter
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError, warn
+from l0prune.errors import OutOfReach, UsageError, warn
 from l0prune.plan.budget_text import HELP, SPEED, Written, check_unit, written
 from l0prune.plan.globs import listed, matching
 from l0prune.plan.measures import Latency, Measure, Source, kind_of, measure_of
@@ -292,7 +292,7 @@ def _set_within_reach(plan: Plan, of_axes: Sequence[Bound], wanted: Sequence[Lim
         name, size, bound = plan.axes[number].name, plan.axes[number].size, by_axis[number]
         text = f"{name} keeps {left} of {size} {bound.measure.label}, not {asked[number]}"
         if left > asked[number] and any(limit.glob == name for limit in wanted):
-            raise UsageError(f"the budget {bound.limit} cannot be met: {text}: {why}")
+            raise OutOfReach(f"the budget {bound.limit} cannot be met: {text}: {why}")
         bound.most = float(left)
         bound.share = min(1.0, left / bound.dense)
         texts.setdefault(why, []).append(text)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.doors import provided
-from l0prune.errors import UsageError, warn
+from l0prune.errors import OutOfReach, UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
 from l0prune.plan.budget_text import SPEED
@@ -296,10 +296,10 @@ def unmet(
     return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
 
 
-def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
+def _refusal(bound: Bound, least: Tensor, widest: int) -> OutOfReach:
     amount, measure = bound.actual(least), bound.measure
     in_blocks = f", in blocks of {widest}" if widest > 1 else ""
-    return UsageError(
+    return OutOfReach(
         f"the budget {bound.limit} cannot be met: with every gate closed that may be"
         f"{in_blocks}, {measure.show(amount)} of {measure.show(bound.dense)} "
         f"{measure.label} stay ({amount / bound.dense:.1%}). {_in_the_way(measure, least)}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from l0prune.doors import is_provided, provided
-from l0prune.errors import UsageError
+from l0prune.errors import OutOfReach
 from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
@@ -185,9 +185,9 @@ class Fitting:
                 return without(number)
         raise self._refusal(bound)
 
-    def _refusal(self, bound: Bound) -> UsageError:
+    def _refusal(self, bound: Bound) -> OutOfReach:
         measure = bound.measure
-        return UsageError(
+        return OutOfReach(
             f"the budget {bound.limit} cannot be met: no choice of widths was found with "
             f"{measure.show(self.most[bound])} of {measure.label}, or less, that meets the other "
             "budgets, too. Give a larger one"

@@ -31,6 +31,8 @@ class Product:
         matrix: function from the weight, or a tensor of its shape, to W.
         unmatrix: the inverse of ``matrix``.
         form: equal for products that make the same matrix of the same weight.
+        is_shared: whether the weight is one matrix that is expanded to all examples of a batch,
+            whose rows are those of one group.
     """
 
     weight: int
@@ -40,6 +42,12 @@ class Product:
     matrix: Callable[[Tensor], Tensor]
     unmatrix: Callable[[Tensor], Tensor]
     form: tuple[Any, ...]
+    is_shared: bool = False
+
+    def read(self, args: Sequence[Any]) -> Tensor:
+        """Return the weight that the product reads, once where it is shared."""
+        found: Tensor = args[self.weight]
+        return found[:1] if self.is_shared else found
 
 
 _FIRST = {  # position of the first factor among the arguments
@@ -59,7 +67,7 @@ def product_of(
         left, right = args[at], args[at + 1]
         if is_weight(left) == is_weight(right):
             return None
-        return _matmul(at, is_left=is_weight(left))
+        return _matmul(args, at, is_left=is_weight(left))
     if operator == aten.convolution.default and is_weight(args[1]) and not is_weight(args[0]):
         return _convolution(args)
     return None
@@ -74,16 +82,19 @@ def by_channel(rows: Tensor, places: int) -> Tensor:
     return split.mT.flatten(1, 2)
 
 
-def _matmul(at: int, *, is_left: bool) -> Product:
+def _matmul(args: Sequence[Any], at: int, *, is_left: bool) -> Product:
+    weight, other = (at, at + 1) if is_left else (at + 1, at)
+    read: Tensor = args[weight]
+    is_shared = read.dim() == 3 and len(read) > 1 and not read.stride(0)
+
     def grouped(matrix: Tensor) -> Tensor:
         matrix = matrix.mT if is_left else matrix
         return matrix if matrix.dim() == 3 else matrix[None]
 
     def rows(matrix: Tensor, wanted: Tensor | None) -> Tensor:
         found = grouped(matrix)
+        found = found.flatten(0, 1)[None] if is_shared else found
         return found if wanted is None else found[:, wanted]
-
-    weight, other = (at, at + 1) if is_left else (at + 1, at)
 
     def unmatrix(matrix: Tensor) -> Tensor:
         return matrix.mT if is_left else matrix
@@ -96,6 +107,7 @@ def _matmul(at: int, *, is_left: bool) -> Product:
         matrix=grouped,
         unmatrix=unmatrix,
         form=("matmul", is_left),
+        is_shared=is_shared,
     )
 
 

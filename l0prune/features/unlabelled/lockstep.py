@@ -107,9 +107,8 @@ class Read:
 
     @property
     def weight(self) -> Tensor:
-        """The weight as the operator reads it, a view of the parameter."""
-        found: Tensor = self.args[self.product.weight]
-        return found
+        """The weight as the product reads it, a view of the parameter."""
+        return self.product.read(self.args)
 
     @property
     def bias(self) -> Tensor | None:
@@ -170,7 +169,7 @@ class Read:
         """
         weight = self.product.unmatrix(matrix).reshape(self.weight.shape).to(self.weight)
         args = list(self.args)
-        args[self.product.weight] = weight
+        args[self.product.weight] = weight.expand(args[self.product.weight].shape)
         if shift is None:
             self.out = self.operator(*args)
             return
@@ -178,8 +177,10 @@ class Read:
             args[self.product.bias] = shift.flatten().to(weight)
             self.out = self.operator(*args)
             return
-        self.out = self.operator(*args)
-        self.product.outputs(self.out, None).add_(shift[:, None].to(weight))
+        out = self.operator(*args)  # of matrices, since convolutions take a bias
+        _, is_left = self.product.form
+        by = (shift[..., None] if is_left else shift[:, None]).to(weight)
+        self.out = (out + by).reshape(out.shape)
 
 
 class _Abandoned(BaseException):
@@ -297,7 +298,7 @@ class Forward:
         return result
 
     def _product(self, operator: OpOverload, args: tuple[Any, ...], product: Product) -> Any:
-        view = self._weights.view(args[product.weight], product.form)
+        view = self._weights.view(product.read(args), product.form)
         assert view is not None
         read = self._read = Read(view, operator, args, product, self._real, self._count)
         if (reader := self._readers.get(view)) is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import OutOfReach, UsageError
 from l0prune.features.unlabelled.compensate import Calibration, multipliers
 from l0prune.features.unlabelled.division import Division
 from l0prune.features.unlabelled.fidelity import Fidelity
@@ -167,7 +167,7 @@ class _Search:
                 share = math.exp(middle if learn is None else max(middle, self._within - _FAR))
                 try:
                     after = self._cuts.cut(f"{self._measure}={share:.4f}", observe=False)
-                except UsageError:  # no cut gets down to this share
+                except OutOfReach:
                     low = math.log(share)
                     continue
                 open_ = found.gates.open()

@@ -186,9 +186,7 @@ def test_the_command_line_writes_and_compares(tmp_path, monkeypatch, capfd):
     assert json.loads(out)["half"]["dtype"] == "float16"
     given = onnx.load("net.float16.onnx").graph.input[0]
     assert given.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
-    code, _, text = in_process(
-        capfd, "export", "net.gated.pt", "--trust-pickle", "--half-io"
-    )
+    code, _, text = in_process(capfd, "export", "net.gated.pt", "--trust-pickle", "--half-io")
     assert code == 2
     assert "--dtype" in text
 

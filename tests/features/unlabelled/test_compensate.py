@@ -9,6 +9,7 @@ import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.features.unlabelled import repair
 from l0prune.features.unlabelled.fidelity import divergence, fidelity
+from l0prune.features.unlabelled.lockstep import Weights, forwards
 from l0prune.selection import least_squares
 
 
@@ -426,3 +427,43 @@ def test_error_is_over_the_variance_of_all_examples(size, monkeypatch):
         expected = error / wanted.var(0, correction=0).sum()
     found = fidelity(dense, other, x.split(size)).error
     assert found == pytest.approx(float(expected), rel=1e-5)
+
+
+class FromTheLeft(nn.Module):
+    """A matrix that multiplies each example from the left, expanded along the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.head = nn.Parameter(torch.randn(12, 6)), nn.Linear(5, 3)
+        self.back = nn.Parameter(torch.randn(7, 12))
+
+    def forward(self, x):
+        mix = self.mix.expand(len(x), -1, -1)
+        return self.head(self.back @ torch.relu(mix @ x))
+
+
+def test_a_matrix_that_is_expanded_along_the_batch_is_one_whatever_the_batch():
+    model, x = FromTheLeft().eval(), torch.randn(300, 6, 5)
+    with torch.no_grad():
+        model.mix[6:] = model.mix[:6]
+    dense = copy.deepcopy(model)
+    l0prune.gate(model, x[:2], include=["*mix*"])
+    closed(model, l0prune.gates(model).axes[0].name, [*range(6, 12)])
+    found = l0prune.compensate(model, x, samples=300, batch_size=16)  # the last has 12
+    assert found.before.error > 0.1
+    assert found.after.error < 1e-9
+    torch.testing.assert_close(model(x), dense(x), atol=1e-3, rtol=0)
+
+
+def test_a_constant_that_a_matrix_from_the_left_adds():
+    """What division moves into the outputs of a product without a bias."""
+    model, x = FromTheLeft().eval(), torch.randn(500, 6, 5)
+    with forwards(model, [x], Weights(model)) as (forward,):
+        read = forward.advance()
+        matrix = read.product.matrix(read.weight).clone()
+        shift = torch.randn(1, 12)
+        read.run_with(matrix, shift)
+        torch.testing.assert_close(read.out, model.mix @ x + shift[0][:, None])
+    small = l0prune.shrink(model, x, "macs=0.7", allow_worse_than_mean=True)
+    assert small.macs < small.macs_before

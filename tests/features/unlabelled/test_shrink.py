@@ -476,3 +476,17 @@ def test_training_moves_nothing_of_the_users_model():
     assert not any(module.training for module in model.modules())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_what_stops_all_cuts_is_said_rather_than_that_none_is_small():
+    class Switching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.a, self.b = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 2)
+
+        def forward(self, x):
+            h = torch.relu(self.first(x))
+            return self.a(h) if torch.compiler.is_compiling() or x.mean() > 0 else self.b(h)
+
+    with pytest.raises(UsageError, match="other ways for other inputs"):
+        l0prune.shrink(Switching().eval(), torch.randn(64, 4), tolerance="1%", batch_size=8)
