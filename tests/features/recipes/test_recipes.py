@@ -325,7 +325,7 @@ def test_each_round_starts_from_what_the_last_one_left(tmp_path):
     assert result["params"] == result["training"]["params"] <= 2000
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
     again = run(load("digits-lenet", [*SHORT, rounds, *last]), folder)
-    assert again == result  # without times, since its budgets are of params
+    assert again == result
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")} == times
 
 
