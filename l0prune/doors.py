@@ -51,7 +51,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "int8",
         "compensate_rounding",
         "fastest",
-        "tolerance",
+        "int8_tolerance",
     ),
     "latency": (
         "LatencyTable",

@@ -53,7 +53,7 @@ app = typer.Typer(
 )
 COMMANDS = (survey, gate, fit, finetune, export, evaluate, report)
 for command in COMMANDS:
-    app.command(cls=GroupedCommand)(extended(command) if command in (gate, export) else command)
+    app.command(cls=GroupedCommand)(extended(command))
 taken = {command.__name__: "l0prune" for command in COMMANDS}
 for name, feature in behind("commands"):
     if name in taken:
@@ -71,7 +71,7 @@ for name, feature in behind("commands"):
     if isinstance(found, typer.Typer):
         app.add_typer(found, name=name)
     else:
-        app.command(cls=GroupedCommand)(found)
+        app.command(cls=GroupedCommand)(extended(found))
 
 
 # Spins of a waiting libgomp thread before it sleeps, about half a millisecond. With the default of

@@ -3,7 +3,8 @@
 A feature's function behind the door ``more`` has the name of a command. Its keyword arguments are
 options, and the command calls it with what else it takes: ``gate`` with the network and its
 example, for the network with gates to come; ``export``, before anything is cut, with a function
-that loads the examples for an option, for a ``More`` or None.
+that loads the examples for an option, for a ``More`` or None; so does ``shrink``, which takes
+what it asks of the ONNX file.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ class More(NamedTuple):
 
 
 def extended(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with the options that features add, in the place of its ``extras``."""
+    """Return a command with the options that features add, in the place of its ``extras``.
+
+    A command without that parameter stays as it is.
+    """
+    if "extras" not in signature(command).parameters:
+        return command
     found = [each for name, each in inner_first("more") if name == command.__name__]
     functions = [each.load("more", command.__name__) for each in found]
     added = {each: added_options(each) for each in functions}
@@ -64,7 +70,7 @@ def extended(command: Callable[..., None]) -> Callable[..., None]:
 
     whole = signature(command, eval_str=True)
     more = [each for options in added.values() for each in options]
-    options = [each.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) for each in more]
+    options = [each.replace(kind=whole.parameters["extras"].kind) for each in more]
     own = whole.parameters.values()
     shown = (options if each.name == "extras" else [each] for each in own)
     run.__signature__ = whole.replace(parameters=[*chain(*shown)])  # type: ignore[attr-defined]

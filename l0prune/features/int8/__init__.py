@@ -4,8 +4,8 @@ from l0prune.doors import Feature
 
 FEATURE = Feature(
     __name__,
-    more={"export": "options"},
-    options={"Output": ("int8", "compensate_rounding", "fastest", "tolerance")},
+    more={"export": "options", "shrink": "options"},
+    options={"Output": ("int8", "compensate_rounding", "fastest", "int8_tolerance")},
     most_used={"export": ("int8",)},
     derived=dict.fromkeys(("int8", "compensate", "fastest", "tolerance", "judge"), "file"),
     functions={

@@ -1,4 +1,4 @@
-"""Options for eight bits: ``l0prune export --int8``."""
+"""Options for eight bits: ``--int8`` of ``l0prune export`` and ``l0prune shrink``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def export(
     int8: InInt8 = False,
     compensate_rounding: Compensated = True,
     fastest: Fastest = True,
-    tolerance: Tolerated = None,
+    int8_tolerance: Tolerated = None,
 ) -> More | None:
     """Return what ``save_onnx`` is asked for, if the file is."""
     if not int8:
-        if tolerance is not None:
+        if int8_tolerance is not None:
             raise UsageError("--tolerance is of the file in eight bits: give --int8, too")
         return None
     found = examples("--int8", labelled=False)
@@ -58,5 +58,10 @@ def export(
         from l0prune.features.int8.calibration import drawn  # loads torch
 
         found = drawn(found)
-    asked = {"compensate": compensate_rounding, "fastest": fastest, "tolerance": tolerance}
+    asked = {"compensate": compensate_rounding, "fastest": fastest, "tolerance": int8_tolerance}
     return More(onnx={"int8": found, **asked})
+
+
+def shrink(examples: Callable[..., Any], *, int8: InInt8 = False) -> More | None:
+    """Return what ``save_onnx`` is asked for beside a network that was cut without labels."""
+    return export(examples, int8=int8)

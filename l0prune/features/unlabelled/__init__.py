@@ -7,6 +7,6 @@ FEATURE = Feature(
     names={"Compensation": "compensate", "compensate": "compensate", "shrink": "shrink"},
     commands={"shrink": "command"},
     most_used={"shrink": ("data", "faster", "budget", "tolerance", "recover", "out")},
-    options={"Machine": ("samples",)},
+    options={"Machine": ("samples",), "Budget": ("tolerance", "measure", "recover")},
     functions={"fit_compensated": "fitting"},
 )

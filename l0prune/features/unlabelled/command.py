@@ -12,6 +12,7 @@ import l0prune
 from l0prune.cli import options
 from l0prune.cli.export import Onnx, Timed, check_writers, folders, say_written
 from l0prune.cli.messages import emit, err, say
+from l0prune.cli.more import Extras
 from l0prune.cli.opening import (
     free_dims,
     latency_table,
@@ -96,6 +97,7 @@ def shrink(
     vllm: options.Vllm = None,
     write: options.Written = None,
     timed: Timed = True,
+    extras: Extras = (),
     trust_pickle: options.TrustPickle = False,
     dry_run: DryRun = False,
     json: options.Json = False,
@@ -109,7 +111,7 @@ def shrink(
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
-        l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
+        l0prune shrink model.pt --data imagefolder:DIR --tolerance 1% --int8
         l0prune shrink transformers:DIR --data a.txt --budget params=0.8
     """
     budget = with_speed(budget, faster)
@@ -122,6 +124,8 @@ def shrink(
     asked: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
     asked |= {"exclude": exclude} if exclude else {}
     asked |= {"outputs": outputs} if outputs else {}
+    more = [found for extra in extras if (found := extra(lambda *_, **__: source)) is not None]
+    of_onnx = {name: value for found in more for name, value in found.onnx.items()}
     target = settings.get("target", TARGET)
     asked["dynamic_shapes"] = shapes = free_dims(dynamic, module)
     if shapes is None and isinstance(source, Mapping):
@@ -151,10 +155,10 @@ def shrink(
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
         files += tuple(file for each in write or () for file in small.save(each))
-        if onnx or out or not files:
+        if onnx or out or of_onnx or not files:
             own = output_path(None, spec, ".small.onnx")
             target = own if out is None else out / own.name if out.is_dir() else out
-            files += small.save_onnx(target, time=timed)
+            files += small.save_onnx(target, time=timed, **of_onnx)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

@@ -49,6 +49,10 @@ def test_batches_of_inputs_do_as_the_inputs_themselves(done):
         options = ("--data", f"net.py:{data}", "--budget", "params=0.5", "--no-time", "--json")
         told, _ = done("shrink", "net.py:net", *options)
         assert 0 < told["fidelity"]["error"] < 0.5
+        told, _ = done("shrink", "net.py:net", *options, "--int8")
+        assert told["files"] == ["net.small.onnx", "net.small.int8.onnx"]
+        assert told["int8"]["errors"]["output"] < 0.1
+        assert told["int8"]["compared"] >= 20
     done("gate", "net.py:net", "--data", "net.py:batches")
     done("export", "net.gated.pt", "--onnx", "--int8", "--data", "net.py:batches", "--no-time")
 
