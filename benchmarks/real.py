@@ -194,6 +194,8 @@ class Best:
     def see(self, network: torch.nn.Module, lost: float) -> None:
         """Keep a copy of a gated network if it is the best so far."""
         gates = l0prune.gates(network)
+        if bool(gates.open().all()):
+            return
         times = self._table.of(gates.plan)
         time_ = float(times.actual(gates.open()))
         self.tried.append((round(time_ / self._table.dense, 3), round(lost, 4)))

@@ -196,3 +196,15 @@ def test_slow_networks_take_few_turns(ms, calls):
     assert len(found["own"]) == len(found["dense"]) >= 3
     whole = ms * sum(spent["own"]) + 2 * ms * sum(spent["dense"])
     assert whole <= max(1.3e3, 4 * 3 * ms)
+
+
+def test_fast_networks_take_longer_turns_rather_than_thousands():
+    counts = []
+
+    def median(times, ms=0.007):
+        counts.append(times)
+        return ms
+
+    found = in_turns({"one": median, "other": median}, 1.5)
+    assert len(found["one"]) == len(found["other"]) == 100
+    assert sum(counts) * 0.007 == pytest.approx(1500, rel=0.3)

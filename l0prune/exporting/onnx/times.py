@@ -28,6 +28,7 @@ from l0prune.progress.stages import stage, steps
 
 _SECONDS = 1.5  # of all turns, about
 _FEWEST = 3  # turns, of networks that take long
+_MOST = 100  # turns, of more runs where these are short: all are kept in the file
 _SLOW = 100  # milliseconds of a call, from which on a turn is one call
 _LARGEST = 2 << 30  # bytes of a dense network's weights in float32, if it is to be written again
 _NOISE = 0.01  # of biases and factors around 1
@@ -204,14 +205,16 @@ def in_turns(
 
     Args:
         networks: by name a function from a number of runs to their median.
-        seconds: of all turns of all networks; there are three at least.
+        seconds: of all turns of all networks; there are three to a hundred turns.
     """
     ms = {name: each(1) for name, each in networks.items()}
     ms |= {name: networks[name](1) for name, first in ms.items() if first < _SLOW}
     calls = {name: 1 if each >= _SLOW else collect.runs(each) for name, each in ms.items()}
     turn = sum(ms[name] * (count + 1) for name, count in calls.items())
+    number = max(_FEWEST, round(seconds * 1e3 / turn))
+    calls = {name: count * max(1, number // _MOST) for name, count in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in networks}
-    for _ in steps(range(max(_FEWEST, round(seconds * 1e3 / turn)))):
+    for _ in steps(range(min(number, _MOST))):
         for name, each in networks.items():
             if ms[name] < _SLOW:
                 each(1)  # the caches were another network's

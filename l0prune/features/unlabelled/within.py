@@ -111,8 +111,15 @@ def smallest(
         spared: bound of the measure that is spared, at all of the original's amount.
 
     Raises:
-        UsageError: no size that was tried is within the tolerance and smaller.
+        UsageError: no size that was tried is within the tolerance and smaller, or the judge finds
+            that the uncut network is not.
     """
+    if judge is not None and (far := judged(judge, cuts.found.root)) > allowed:
+        raise UsageError(
+            f"the judge returned {far:.4g} for the network itself, of which nothing is cut, and "
+            f"{allowed:g} is allowed. It must return how much worse a network is than that, such "
+            "as 1 - right(network) / right(model), and not what it gets right, or its loss"
+        )
     search = _Search(cuts, allowed, spared, judge)
     search.run()
     if cuts.learn is not None:
