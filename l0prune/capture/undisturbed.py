@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.model_checks import evaluating
+
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 _CACHED_FUNCTION = type(functools.lru_cache(len))
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), Tensor, nn.Parameter)
@@ -52,6 +54,13 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in before:
                 buffer.copy_(values)
+
+
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Set eval mode without gradients, and restore the model with its state after the context."""
+    with undisturbed(model), same_buffers(model), evaluating(model):
+        yield
 
 
 @contextmanager

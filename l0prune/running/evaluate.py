@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.capture.model_checks import evaluating
+from l0prune.capture.undisturbed import trying
 from l0prune.data.dataset import WHOLE, without_labels
 from l0prune.errors import DataError, L0pruneError, Mismatch, NotGated
 from l0prune.gating.attaching import gates_of
@@ -51,7 +52,7 @@ def check_first_batch(
         raise DataError("the training data is empty")
     with (
         explain_mismatch([batch], "model, data and loss", model),
-        evaluating(model),
+        trying(model),
         precision(device, autocast),
         checked_indices(),
     ):
@@ -66,7 +67,7 @@ def check_first_test(
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
         with (
             explain_mismatch([batch], _TEST, model),
-            evaluating(model),
+            trying(model),
             precision(device, autocast),
             checked_indices(),
         ):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.model_checks import evaluating
+from l0prune.capture.undisturbed import trying
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
@@ -140,7 +140,7 @@ class ScoreInput:
             rng.preserved(place, feed.generators()),
             on_device(self.root, place),
             self.task.on_device(place),
-            evaluating(self.root),
+            trying(self.root),
         ):
             with rng.preserved(place, feed.generators()):
                 check_first_batch(self.root, feed, place, None)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import holds_ddp
 from l0prune.capture.example_inputs import call
-from l0prune.capture.model_checks import evaluating
+from l0prune.capture.undisturbed import trying
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Graph, smaller_form
 from l0prune.gating.attaching import holder
@@ -217,7 +217,7 @@ class Compaction:
         to_device = partial(pytree.tree_map_only, Tensor, lambda x: x.to(device))
         example = to_device(self._gates.example)
         try:
-            with rng.preserved(device), evaluating(self._root):
+            with rng.preserved(device), trying(self._root):
                 call(self._root, example)
         except Exception as error:
             raise UsageError(

@@ -26,7 +26,9 @@ class ManyKinds(nn.Module):
 
     def forward(self, x):
         x = self.norm(self.conv(x)).clamp(-2.5, 3.0).mT
-        x = self.attention(self.lstm(x)[0])
+        found, at = x.new_zeros(x.shape), torch.arange(x.shape[1])
+        found[:, at] = self.lstm(x)[0]
+        x = self.attention(found)
         x = torch.where(x > 0.1, x, x.tanh() * 0.3)
         return self.head(x.mean(1)) / (1 + torch.arange(4).float())
 

@@ -76,6 +76,48 @@ def test_two_thousand_random_networks(part):
     assert cut > 30
 
 
+class CountingBranch(nn.Module):
+    """A branch beside a shortcut, and a count of all forwards, in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.branch = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.calls * 2
+        h = self.first(x)
+        return self.head(h + self.branch(h)) * (1 + 0.1 * self.calls)
+
+
+def test_what_a_forward_keeps_is_not_of_forwards_that_only_check():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 6), torch.arange(40) % 2
+    model = l0prune.gate(CountingBranch(), x[:2])
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        for axis in gates.axes:
+            if axis.kind == "branch":
+                gates.log_alpha[axis.slice] = -5.0
+        model.calls.fill_(7)
+    small = Compaction(model)
+    small.begin()
+    assert small.cut is not None
+    assert (float(model.calls), float(model.last)) == (7, 0)
+    small.end()
+    seen = []
+    model.register_forward_pre_hook(lambda mod, _: seen.append((mod.training, float(mod.calls))))
+    batches = [(x[:20], y[:20]), (x[20:], y[20:])]
+    options = {"epochs": 1, "progress": False, "report": False, "compact": "never"}
+    l0prune.finetune(model, (batches, batches), budget="params=0.9", start="fisher", **options)
+    at_first = next(calls for training, calls in seen if training)
+    assert seen[0] == (False, 7)
+    assert at_first == 7 + len(batches)  # the test before, but neither checks nor scores
+
+
 def learns_the_same(network: nn.Module, x: Tensor, memory: torch.memory_format, kind: str) -> bool:
     """Compare what is learned; whether something was cut."""
     with suppress(NothingToPrune), channels_last(network, memory == torch.channels_last):

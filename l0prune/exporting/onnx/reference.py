@@ -6,8 +6,9 @@ In float64 that is gone: a file that was translated wrongly stays wrong, any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -70,8 +71,10 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
                 yield from _graphs(attribute.g)
 
 
-def _widen_constants(nodes: list[NodeProto]) -> None:
+def _widen_constants(nodes: Iterable[NodeProto]) -> None:
     for node in nodes:
+        if node.op_type == "ConstantOfShape" and not node.attribute:  # zeros in float32
+            node.attribute.append(onnx.helper.make_attribute("value", _tensor(np.zeros(1))))
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
                 _widen(attribute.t)
@@ -79,14 +82,16 @@ def _widen_constants(nodes: list[NodeProto]) -> None:
                 attribute.i = TensorProto.DOUBLE
             elif node.op_type == "Constant" and attribute.name.startswith("value_float"):
                 is_single = attribute.name == "value_float"
-                value = np.float64(attribute.f) if is_single else np.float64(attribute.floats)
+                value = attribute.f if is_single else [*attribute.floats]
                 node.attribute.remove(attribute)
-                made = numpy_helper.from_array(np.asarray(value))
-                node.attribute.append(onnx.helper.make_attribute("value", made))
+                node.attribute.append(onnx.helper.make_attribute("value", _tensor(value)))
                 break
 
 
 def _widen(tensor: TensorProto) -> None:
     if tensor.data_type == TensorProto.FLOAT:
-        value = numpy_helper.to_array(tensor).astype(np.float64)
-        tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+        tensor.CopyFrom(_tensor(numpy_helper.to_array(tensor), tensor.name))
+
+
+def _tensor(value: Any, name: str = "") -> TensorProto:
+    return numpy_helper.from_array(np.asarray(value, np.float64), name)

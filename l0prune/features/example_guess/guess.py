@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
-from l0prune.capture.model_checks import evaluating, same_draws
+from l0prune.capture.model_checks import same_draws
 from l0prune.capture.threads import muted
-from l0prune.capture.undisturbed import same_buffers, undisturbed
+from l0prune.capture.undisturbed import trying
 from l0prune.errors import UsageError, in_a_line
 from l0prune.files.model_sources import parse_input
 
@@ -63,7 +63,7 @@ def guess_example(model: nn.Module, side: int | None = None) -> Guess:
     """
     tried: dict[str, str] = {}
     first: Guess | None = None
-    with evaluating(model), undisturbed(model), same_buffers(model), muted():
+    with trying(model), muted():
         layers = _first_layers(model)
         for found in _candidates(model, layers, side):
             if found.text in tried:
