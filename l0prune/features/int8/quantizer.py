@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,22 +264,30 @@ def in_order(model: ModelProto) -> ModelProto:
     return onnx_ir.to_proto(sorted_)
 
 
-def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
-    """Return a file in eight bits for timing only: its ranges are those of one call."""
+def in_int8(model: ModelProto, inputs: Feed, *, is_standard: bool = False) -> ModelProto:
+    """Return a file in eight bits for timing only: its ranges are those of one call.
+
+    Args:
+        model: the file in float32.
+        inputs: of the call.
+        is_standard: whether only operators of ONNX itself are in it, and LSTMs stay in float32.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(model, str(path))
-        return Quantizer.of(path, [inputs], Path(folder), (MINMAX,)).quantized()
+        quantizer = Quantizer.of(path, [inputs], Path(folder), (MINMAX,))
+        kept = quantizer.nodes.get(RECURRENT, ()) if is_standard else ()
+        return quantizer.quantized(kept=kept)
 
 
-def int8_for_times() -> Callable[[ModelProto, Feed], ModelProto]:
+def int8_for_times(*, is_standard: bool = False) -> Callable[[ModelProto, Feed], ModelProto]:
     """Return ``in_int8``; warn if times of int8 here do not hold elsewhere."""
     if not has_dot_products():
         warn(
             "this processor has no VNNI instructions: times of int8 files here say nothing of "
             "those on one that has. Measure on a machine like the one that will serve"
         )
-    return in_int8
+    return partial(in_int8, is_standard=is_standard)
 
 
 @contextmanager

@@ -72,5 +72,5 @@ class _Network:
 
 RUNTIMES["openvino"] = lambda providers: OpenVino(providers, "openvino")
 RUNTIMES["openvino-int8"] = lambda providers: OpenVino(
-    providers, "openvino-int8", provided("int8_for_times")()
+    providers, "openvino-int8", provided("int8_for_times")(is_standard=True)
 )

@@ -17,6 +17,7 @@ from l0prune.features.int8.quantizer import (
     RECURRENT,
     Quantizer,
     has_dot_products,
+    in_int8,
     name_nodes,
     recurrent_in,
     with_ranges_of_each_call,
@@ -192,6 +193,17 @@ def test_recurrent_layers_have_a_range_of_their_input_and_one_of_each_step(tmp_p
     exact = model(x).detach().numpy()
     found = np.asarray(found)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(found - exact).max()
+
+
+@pytest.mark.parametrize("is_standard", [False, True])
+def test_other_runtimes_are_given_operators_of_onnx_alone(tmp_path, is_standard):
+    x = torch.randn(4, 10, 8)
+    file = written(tmp_path, Recurrent().eval(), x)
+    made = in_int8(file, {file.graph.input[0].name: x.numpy()}, is_standard=is_standard)
+    kinds = [node.op_type for node in made.graph.node]
+    assert kinds.count("DynamicQuantizeLSTM") == (0 if is_standard else 2)
+    assert all(not node.domain for node in made.graph.node) is is_standard
+    assert "QuantizeLinear" in kinds
 
 
 def test_what_reads_too_many_sizes_stays_in_float32_alone(tmp_path):
