@@ -49,6 +49,13 @@ def rounds(call, off=ROUNDING):
     return lambda *args: [out + off * out.abs().max() for out in call(*args)]
 
 
+@pytest.fixture
+def wrong(monkeypatch):
+    """A file that is wrong, in float64, too."""
+    of_file = writing.run_in_float64
+    monkeypatch.setattr(writing, "run_in_float64", rounds(of_file))
+
+
 def test_a_runtime_is_allowed_what_it_rounds_in_the_uncut_network(
     gated, small, monkeypatch, tmp_path
 ):
@@ -69,6 +76,7 @@ def test_a_small_model_that_nobody_holds_is_still_known(monkeypatch, tmp_path):
     assert max(found) == pytest.approx(ROUNDING, rel=0.1)
 
 
+@pytest.mark.usefixtures("wrong")
 def test_a_large_model_that_nobody_holds_is_named_as_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(network, "_KEPT_ALIVE", 0)
     small = l0prune.export(net())
@@ -81,7 +89,10 @@ def test_a_large_model_that_nobody_holds_is_named_as_the_cause(monkeypatch, tmp_
         small.save_onnx(tmp_path / "net.onnx")
 
 
-def test_what_is_wrong_in_the_small_file_alone_is_a_fault(gated, small, monkeypatch, tmp_path):
+@pytest.mark.usefixtures("wrong")
+def test_what_is_wrong_in_the_small_file_alone_is_a_fault(
+    gated, small, wrong, monkeypatch, tmp_path
+):
     exact = file.Session.__call__
     monkeypatch.setattr(file.Session, "__call__", rounds(exact))
 
@@ -96,6 +107,7 @@ def test_what_is_wrong_in_the_small_file_alone_is_a_fault(gated, small, monkeypa
     assert not (tmp_path / "net.onnx").exists()
 
 
+@pytest.mark.usefixtures("wrong")
 def test_what_both_files_have_and_torch_has_not_is_a_fault(monkeypatch, tmp_path):
     """An operator that is translated wrongly is wrong in the uncut network's file, too."""
     torch.manual_seed(0)
@@ -106,6 +118,7 @@ def test_what_both_files_have_and_torch_has_not_is_a_fault(monkeypatch, tmp_path
         small.save_onnx(tmp_path / "net.onnx")
 
 
+@pytest.mark.usefixtures("wrong")
 def test_ten_times_its_rounding_is_a_fault(gated, small, monkeypatch, tmp_path):
     exact = file.Session.__call__
     monkeypatch.setattr(file.Session, "__call__", rounds(exact))
@@ -119,6 +132,27 @@ def test_ten_times_its_rounding_is_a_fault(gated, small, monkeypatch, tmp_path):
     monkeypatch.setattr(writing, "outputs_of", of_uncut)
     with pytest.raises(CertificateError, match="onnx in float32"):
         small.save_onnx(tmp_path / "net.onnx")
+
+
+def test_what_the_small_file_alone_rounds_is_no_fault_where_it_is_exact_in_float64(
+    gated, small, monkeypatch, tmp_path
+):
+    exact = file.Session.__call__
+    known = writing.outputs_of
+    monkeypatch.setattr(file.Session, "__call__", rounds(exact))
+
+    def of_uncut(program, inputs):
+        with monkeypatch.context() as patch:
+            patch.setattr(file.Session, "__call__", exact)
+            return known(program, inputs)
+
+    monkeypatch.setattr(writing, "outputs_of", of_uncut)
+    small.save_onnx(tmp_path / "net.onnx")
+    found = {c.dtype: c.error for c in small.certificate.checks if c.what == "onnx"}
+    assert found["float64"] < 1e-6 < found["float32"]
+    monkeypatch.setattr(file.Session, "__call__", rounds(exact, 2e-4))
+    with pytest.raises(CertificateError, match=r"onnx in float32.*allowed 1\.0e-04"):
+        small.save_onnx(tmp_path / "other.onnx")
 
 
 def test_it_is_the_gated_network_that_is_run(gated, small):

@@ -40,7 +40,7 @@ def test_files_of_other_widths_are_those_that_the_quantizer_makes_of_an_export(t
 def test_times_of_int8_files_have_a_name_of_their_own(monkeypatch):
     monkeypatch.setattr(quantizer, "has_dot_products", lambda: True)
     runtime = runtime_of("onnxruntime-int8")
-    assert (runtime.name, runtime.convert) == ("onnxruntime-int8", in_int8)
+    assert (runtime.name, runtime.convert.func) == ("onnxruntime-int8", in_int8)
     assert runtime_of("onnxruntime").convert is None
 
 
