@@ -9,7 +9,12 @@ from torch import nn
 import l0prune
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import answers_of
-from l0prune.exporting.certify.certificate import Certificate, RuntimeRounding, compare_file
+from l0prune.exporting.certify.certificate import (
+    Certificate,
+    RuntimeRounding,
+    compare,
+    compare_file,
+)
 from l0prune.exporting.onnx import file, writing
 from l0prune.exporting.onnx.reference import run_in_float64
 
@@ -82,3 +87,32 @@ def test_a_runtime_that_rounds_much_is_no_reason_to_refuse_a_file(tmp_path, monk
     small.save_onnx(tmp_path / "net.onnx", time=False)
     kinds = [(c.what, c.dtype) for c in small.certificate.checks]
     assert ("onnx", "float64") in kinds
+
+
+class Rounds(nn.Module):
+    """A network that rounds by some 1e-6, and its copy that is off by more."""
+
+    def __init__(self, single=0.0, double=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.off = {torch.float32: single, torch.float64: double}
+
+    def forward(self, x):
+        found = self.second(self.first(x).relu()) + 64 - 64
+        return found + self.off[found.dtype] * found.abs().max()
+
+
+@pytest.mark.parametrize(("times", "double", "is_allowed"), [
+    (4, 0.0, True), (8, 0.0, False), (4, 1e-9, False),
+])  # fmt: skip
+def test_in_float32_a_model_that_is_exact_may_round_more_than_was_measured(
+    times, double, is_allowed
+):
+    answers = answers_of(Rounds().eval(), [((torch.randn(50, 6),), {})])
+    (answer,) = (each.measured_on(Rounds().eval()) for each in answers)
+    alone = max(answer.rounding, *(max(run) for run in answer.measured()))
+    assert 2 * alone > 2e-6
+    off = max(times * alone, 1.2e-5)
+    checks = [*compare([answer], Rounds(off - answer.rounding, double).eval())]
+    assert all(check.passed for check in checks) is is_allowed

@@ -150,8 +150,8 @@ def test_what_the_small_file_alone_rounds_is_no_fault_where_it_is_exact_in_float
     small.save_onnx(tmp_path / "net.onnx")
     found = {c.dtype: c.error for c in small.certificate.checks if c.what == "onnx"}
     assert found["float64"] < 1e-6 < found["float32"]
-    monkeypatch.setattr(file.Session, "__call__", rounds(exact, 2e-4))
-    with pytest.raises(CertificateError, match=r"onnx in float32.*allowed 1\.0e-04"):
+    monkeypatch.setattr(file.Session, "__call__", rounds(exact, 2e-3))
+    with pytest.raises(CertificateError, match="onnx in float32"):
         small.save_onnx(tmp_path / "other.onnx")
 
 
