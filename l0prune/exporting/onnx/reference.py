@@ -6,7 +6,7 @@ In float64 that is gone: a file that was translated wrongly stays wrong, any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +47,28 @@ def run_in_float64(path: Path, inputs: list[Tensor]) -> list[Tensor]:
 
 def widen(model: ModelProto) -> None:
     """Let all values of a file that are float32 be float64, in place."""
-    for graph in _graphs(model.graph):
-        for tensor in graph.initializer:
-            _widen(tensor)
-        for value in (*graph.input, *graph.output, *graph.value_info):
-            if value.type.tensor_type.elem_type == TensorProto.FLOAT:
-                value.type.tensor_type.elem_type = TensorProto.DOUBLE
-        _widen_constants(graph.node)
+    _widen_graph(model.graph)
     for function in model.functions:
-        _widen_constants(function.node)
-        for node in function.node:
-            for attribute in node.attribute:
-                for graph in _graphs(attribute.g):
-                    _widen_constants(graph.node)
+        _widen_nodes(function.node)
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """Yield a graph and those of its control flow."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == AttributeProto.GRAPH:
-                yield from _graphs(attribute.g)
+def _widen_graph(graph: GraphProto) -> None:
+    for tensor in graph.initializer:
+        _widen(tensor)
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    _widen_nodes(graph.node)
 
 
-def _widen_constants(nodes: Iterable[NodeProto]) -> None:
+def _widen_nodes(nodes: Iterable[NodeProto]) -> None:
     for node in nodes:
         if node.op_type == "ConstantOfShape" and not node.attribute:  # zeros in float32
             node.attribute.append(onnx.helper.make_attribute("value", _tensor(np.zeros(1))))
         for attribute in node.attribute:
-            if attribute.type == AttributeProto.TENSOR:
+            if attribute.type == AttributeProto.GRAPH:
+                _widen_graph(attribute.g)
+            elif attribute.type == AttributeProto.TENSOR:
                 _widen(attribute.t)
             elif attribute.name in _OF_TYPE and attribute.i == TensorProto.FLOAT:
                 attribute.i = TensorProto.DOUBLE
