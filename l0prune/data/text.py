@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from l0prune.capture.copying import copied
-from l0prune.capture.model_checks import evaluating, same_draws
+from l0prune.capture.model_checks import same_draws
 from l0prune.capture.threads import muted
-from l0prune.capture.undisturbed import undisturbed
+from l0prune.capture.undisturbed import trying
 from l0prune.errors import DataError, UsageError, first_line
 
 WINDOW = 1024
@@ -144,7 +144,7 @@ def _taken(model: torch.nn.Module, text: Mapping[str, Sequence[int]]) -> int:
             return True
         return False
 
-    with torch.no_grad(), evaluating(model), undisturbed(model), same_draws(model), muted():
+    with trying(model), same_draws(model), muted():
         if not fails(whole) or fails(1):  # of another cause, which is told where the model is used
             return whole
         return bisect_left(range(1, whole + 1), True, key=fails)

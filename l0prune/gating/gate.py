@@ -13,11 +13,11 @@ from l0prune.capture.capture import fixed_sizes
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside, is_distributed
 from l0prune.capture.example_inputs import opened
-from l0prune.capture.model_checks import check_module, evaluating, same_draws
+from l0prune.capture.model_checks import check_module, same_draws
 from l0prune.capture.outputs import chosen_outputs
 from l0prune.capture.sizes import free_sizes
 from l0prune.capture.threads import one_at_a_time
-from l0prune.capture.undisturbed import undisturbed
+from l0prune.capture.undisturbed import trying
 from l0prune.doors import provided
 from l0prune.errors import NothingToPrune, UsageError, warn
 from l0prune.gating import defaults
@@ -185,7 +185,7 @@ def _known_outputs(model: nn.Module, example: Example, outputs: Globs) -> tuple[
         return names
     place = weights[0].device
     args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(place), opened(example))
-    with torch.no_grad(), evaluating(model), undisturbed(model), same_draws(model):
+    with trying(model), same_draws(model):
         chosen_outputs(model(*args, **kwargs), names)
     return names
 

@@ -96,7 +96,8 @@ class CountingBranch(nn.Module):
 def test_what_a_forward_keeps_is_not_of_forwards_that_only_check():
     torch.manual_seed(0)
     x, y = torch.randn(40, 6), torch.arange(40) % 2
-    model = l0prune.gate(CountingBranch(), x[:2])
+    model = l0prune.gate(CountingBranch(), x[:2], outputs="output*")
+    assert (float(model.calls), float(model.last)) == (0, 0)
     gates = l0prune.gates(model)
     with torch.no_grad():
         for axis in gates.axes:
