@@ -75,7 +75,7 @@ class Network:
         changes: attributes of the own class that follow the new sizes.
         layers: changes of layers that need more than that, by path.
         scales: factors of parameters beside their gates, by name.
-        dropped: parameters that the module has zeros instead of.
+        dropped: sizes of parameters that the module has zeros instead of, by name.
     """
 
     gated: nn.Module
@@ -104,7 +104,7 @@ class Network:
     changes: Changes = field(default_factory=dict)
     layers: Mapping[str, Layer] = field(default_factory=dict)
     scales: Mapping[str, Tensor] = field(default_factory=dict)
-    dropped: Sequence[str] = ()
+    dropped: Mapping[str, list[int]] = field(default_factory=dict)
 
     @property
     def captured(self) -> Parts:

@@ -69,7 +69,7 @@ def write(
     cut = {
         **manifest(network.plain, state, network.changes, network.layers),
         "constants": apart,
-        "dropped": list(network.dropped),
+        "dropped": dict(network.dropped),
         "rebuild": {"verified": not reason, "reason": reason, "training": training},
     }
     if not reason:

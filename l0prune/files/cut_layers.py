@@ -372,7 +372,7 @@ def change(
     layers: Mapping[str, str],
     attributes: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
-    dropped: Sequence[str] = (),
+    dropped: Mapping[str, Sequence[int]],
 ) -> None:
     """Apply a manifest's layers, attributes and dropped parameters to a model, in place.
 
@@ -392,14 +392,20 @@ def change(
             setattr(module, name, tuple(value) if isinstance(value, list) else value)
 
 
-def drop(model: nn.Module, names: Sequence[str]) -> None:
-    """Replace these parameters by zero buffers, which are neither trained nor saved."""
+def drop(model: nn.Module, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Replace parameters by buffers of one zero, which are neither trained nor saved.
+
+    Args:
+        model: holds the parameters, perhaps under several names.
+        sizes: of each buffer, by name; the zero is expanded to them.
+    """
     held = dict(model.named_parameters(remove_duplicate=False))
-    gone = {id(held[name]) for name in names}
+    gone = {id(held[name]): shape for name, shape in sizes.items()}
     for name, old in held.items():
         if id(old) in gone:
             path, _, leaf = name.rpartition(".")
             module, zero = model.get_submodule(path), old.detach().new_zeros([1] * old.ndim)
+            zero = zero.expand(*gone[id(old)])
             delattr(module, leaf)
             module.register_buffer(leaf, zero, persistent=False)
 

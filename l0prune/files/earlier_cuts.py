@@ -48,7 +48,7 @@ def since_the_first(model: nn.Module, facts: dict[str, Any]) -> dict[str, Any]:
     for path, of in facts["attributes"].items():
         attributes[path] = {**attributes.get(path, {}), **of}
     indices = {within(path, "kept") for path in first["layers"]}
-    dropped = [*first["dropped"], *facts["dropped"]]
+    dropped = {**first["dropped"], **facts["dropped"]}
     sizes = {
         kind: {
             name: {**now, "old": first[kind].get(name, now)["old"]}

@@ -68,7 +68,7 @@ class Manifest(Strict):
         constants: of tensors that are cut and not in the state_dict.
         attributes: by module path, those that have changed.
         layers: by module path, the class of ``cut_layers`` that the module has become.
-        dropped: parameters of removed branches, which are zeros in the class.
+        dropped: sizes of parameters of removed branches, which are zeros in the class, by name.
         rebuild: whether the class can be used.
         tied: further names of tensors that are stored under another one.
         save: random id of the save, which the file of the tensors has, too.
@@ -85,7 +85,7 @@ class Manifest(Strict):
     constants: dict[str, Sizes] = Field(default_factory=dict)
     attributes: dict[str, dict[str, Any]]
     layers: dict[str, str]
-    dropped: list[str] = Field(default_factory=list)
+    dropped: dict[str, list[int]] = Field(default_factory=dict)
     rebuild: Rebuild
     tied: dict[str, str] = Field(default_factory=dict)
     save: str = ""

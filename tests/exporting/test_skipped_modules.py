@@ -366,6 +366,46 @@ def test_a_skipped_module_hands_on_what_it_was_given(tmp_path):
     assert torch.equal(l0prune.resize(WithBias(), tmp_path).eval()(x), expected)
 
 
+class AtLevel(nn.Module):
+    """A branch that reads its input beside a position."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x, at):
+        return self.out(torch.tanh(self.inner(x + at)))
+
+
+class WithLevels(nn.Module):
+    """Rows of a table, by their numbers, that a branch alone needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 6), nn.Linear(6, 4)
+        self.levels = nn.Parameter(torch.randn(4, 6))
+        self.block = AtLevel()
+
+    def forward(self, x):
+        x = torch.sigmoid(self.stem(x))
+        at = torch.cat([self.levels[number].view(1, 1, -1) for number in range(4)], 1)
+        return self.head(x + self.block(x, at))
+
+
+def test_code_indexes_what_it_has_in_place_of_a_removed_parameter(tmp_path):
+    torch.manual_seed(0)
+    model, x = WithLevels(), torch.randn(2, 4, 3)
+    l0prune.gate(model, x, progress=False)
+    l0prune.gates(model).set_open("block", [])
+    small = l0prune.export(model, progress=False)
+    assert small.rebuilt, small.note
+    assert "levels" not in dict(small.module.named_parameters())
+    assert small.module.levels.untyped_storage().nbytes() == 4
+    assert difference(model, small, x) <= 1e-10
+    small.save_pretrained(tmp_path)
+    assert torch.equal(l0prune.resize(WithLevels(), tmp_path).eval()(x), small.module(x))
+
+
 @pytest.mark.parametrize(
     "value", [3, [[1, 2]], [[1, -1, "bias"]], [[1, 2, "a b"]], [[True, 2, "bias"]], [[1, 64, "x"]]]
 )

@@ -179,7 +179,7 @@ def _verify_whole(network: Network, predicted: int) -> Network:
         changes=choice.changes,
         layers={} if is_graph else own.layers,
         tensors=dict(own.tensors) if is_graph else own.own_tensors(),
-        dropped=() if is_graph else own.dropped,
+        dropped={} if is_graph else own.dropped,
     )
 
 
@@ -231,7 +231,11 @@ def _verify_islands(network: Network, predicted: int) -> Network:
         changes=changes,
         layers=layers,
         tensors=own.own_tensors(apart_from=replaced),
-        dropped=[n for n in own.dropped if not any(is_within(n, path) for path in replaced)],
+        dropped={
+            name: shape
+            for name, shape in own.dropped.items()
+            if not any(is_within(name, path) for path in replaced)
+        },
     )
 
 

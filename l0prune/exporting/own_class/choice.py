@@ -67,7 +67,8 @@ class OwnClass:
         hint: a known reason why the class may be wrong, for the user; empty if there is none.
         gone: removed branches that the class's code would still compute.
         unread: further attributes that follow the sizes, though no forward may read them.
-        dropped: parameters of removed branches that the class's code reads; replaced by zeros.
+        dropped: sizes of parameters of removed branches that the class's code reads, by name; zeros
+            are in their place.
     """
 
     plain: nn.Module
@@ -78,7 +79,7 @@ class OwnClass:
     hint: str = ""
     gone: tuple[Branch, ...] = ()
     unread: Changes = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
+    dropped: Mapping[str, list[int]] = field(default_factory=dict)
 
     def build(self, changes: Changes) -> nn.Module:
         """Return a model of the class with the cut tensors and changed attributes."""

@@ -236,7 +236,7 @@ def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str
         path, kind = next(iter(manifest.layers.items()))
         return [], f"{path} has become a {kind}, which is no layer of transformers"
     if manifest.dropped:
-        return [], f"{manifest.dropped[0]} is gone, and a model of transformers has it"
+        return [], f"{next(iter(manifest.dropped))} is gone, and a model of transformers has it"
     cut = {name for name, each in manifest.constants.items() if each.old != each.new}
     if cut:
         return [], f"{min(cut)}, which its code makes anew, is cut"

@@ -30,7 +30,7 @@ from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
 from l0prune.infer.nodes import arguments, has_tensor, is_writer, operator_name, shape_of
 from l0prune.infer.parts import Part
-from l0prune.plan.layout import leaves
+from l0prune.plan.layout import axes_of, leaves
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
 
@@ -533,12 +533,12 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
     dead = dead_parameters(plan, [branch.name for branch in own.gone])
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
     tensors, emptied = dict(own.tensors), {}
-    dropped = [name for name in dead if not is_skipped(name)] if drops else []
+    dropped = {n: _uncut_sizes(own.plain, plan, n) for n in dead if drops and not is_skipped(n)}
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
         if is_skipped(name) and old.ndim and (name not in parameters or first in dead):
             tensors[first] = emptied[name] = torch.empty([0] * old.ndim, dtype=torch.float64)
-    left = {name for name, tensor in tensors.items() if tensor.numel()} - set(dropped)
+    left = {name for name, tensor in tensors.items() if tensor.numel()} - dropped.keys()
     scales = {name: by for name, by in own.scales.items() if name in left}
     others = {path: layer for path, layer in own.layers.items() if not is_skipped(path)}
     # No forward runs inside a skipped module; other packages (LoRA) read the sizes of its layers.
@@ -557,5 +557,14 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
         scales=scales,
         gone=(),
         unread={path: new for path, new in own.unread.items() if not is_skipped(path)},
-        dropped=tuple(dropped),
+        dropped=dropped,
     )
+
+
+def _uncut_sizes(plain: nn.Module, plan: Plan, name: str) -> list[int]:
+    """Return a parameter's sizes, which code may index, with 1 for dims that a cut may change."""
+    sizes = list(plain.get_parameter(name).shape)
+    if name not in plan.tensors:
+        return sizes
+    layouts = plan.tensors[name]
+    return [1 if axes_of(dim) else size for dim, size in zip(layouts, sizes, strict=True)]

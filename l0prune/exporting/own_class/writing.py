@@ -231,10 +231,9 @@ def _renamed(named: Mapping[str, Value], renamed: Renamed) -> dict[str, Value]:
 def _shorter(manifest: Manifest, origin: Origin, renamed: Renamed) -> Manifest:
     changed = {
         name: _renamed(getattr(manifest, name), renamed)
-        for name in ("shapes", "constants", "attributes", "layers")
+        for name in ("shapes", "constants", "attributes", "layers", "dropped")
     }
-    dropped = [new for name in manifest.dropped if (new := renamed(name))]
-    return manifest.model_copy(update={"origin": origin, "dropped": dropped, **changed})
+    return manifest.model_copy(update={"origin": origin, **changed})
 
 
 def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Manifest] | None:
