@@ -45,6 +45,7 @@ class OnnxNetwork(nn.Module):
         example_input_array: inputs of the shapes that the file declares.
         fixed_batch: the one batch size that the graph is for; 0 where the batch is free.
         free: names of the sizes beside the batch that the file leaves free, by input and dim.
+        declared: the sizes beside the batch that the file declares, by input and dim.
     """
 
     origin: SourceFile
@@ -55,6 +56,7 @@ class OnnxNetwork(nn.Module):
         super().__init__()
         self._inputs, self._outputs = inputs, outputs
         self.free: dict[str, dict[int, str]] = {}
+        self.declared: dict[str, dict[int, int]] = {}
         self._steps: list[Step] = []
         self._hosts: dict[str, Host] = {}
         self._places: dict[str, tuple[str, str]] = {}
@@ -72,6 +74,7 @@ class OnnxNetwork(nn.Module):
                 f"{self.fixed_batch}"
             )
         values |= {names[name]: value for name, value in kwargs.items()}
+        self._check_repeated(values)
         last = {name: n for n, step in enumerate(self._steps) for name in step.inputs}
         for number, step in enumerate(self._steps):
             try:
@@ -86,6 +89,20 @@ class OnnxNetwork(nn.Module):
                     values.pop(name, None)
         results = tuple(tensor(self._value(name, values)) for name in self._outputs)
         return results[0] if len(results) == 1 else results
+
+    def _check_repeated(self, values: dict[str, Any]) -> None:
+        """Refuse a size of 1 where the file declares more: an operator might repeat it in silence.
+
+        Other sizes than the declared ones may be meant (larger images), or fail in an operator.
+        """
+        for name, sizes in self.declared.items():
+            shape = values[name].shape if name in values else ()
+            for dim, size in sizes.items():
+                if dim < len(shape) and shape[dim] == 1 != size:
+                    raise UsageError(
+                        f"{self.origin.file} declares {size} for dim {dim} of {name}, and the 1 "
+                        "that was given would be repeated"
+                    )
 
     def _value(self, name: str, values: dict[str, Any]) -> Any:
         if not name:

@@ -87,6 +87,10 @@ def load_onnx(path: str) -> OnnxNetwork:
         for x, other, each in zip(run.example, _turned(run.example), given, strict=True)
     )
     network.free = _free(given)
+    network.declared = {
+        each.name: {n: size for n, size in enumerate(each.dims) if n and isinstance(size, int)}
+        for each in given
+    }
     return network.eval()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.threads import muted
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError, L0pruneError, UsageError
 from l0prune.features.onnx_in import source as onnx_source
 from l0prune.features.unlabelled.forecast import foresee
 from l0prune.files.model_sources import load_model
@@ -331,6 +331,16 @@ def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):
     assert model.fixed_batch == 1
     with pytest.raises(UsageError, match="is for batches of 1"):
         model(torch.randn(2, 4))
+
+
+def test_one_channel_in_place_of_three_is_not_repeated(tmp_path):
+    nodes = [node("Sub", "x mean", "c"), node("Conv", "c w", "y")]
+    weights = {"mean": draws(1, 3, 1, 1), "w": draws(4, 3, 3, 3)}
+    path = written(tmp_path / "net.onnx", nodes, weights, sizes=("batch", 3, 8, 8))
+    model = load_model(path)
+    with pytest.raises(L0pruneError, match="declares 3 for dim 1 of x, and the 1 that was given"):
+        l0prune.gate(model, torch.randn(2, 1, 8, 8))
+    assert model(torch.randn(2, 3, 12, 8)).shape == (2, 4, 10, 6)
 
 
 def test_shrink_takes_the_batch_that_the_graph_needs(tmp_path):
