@@ -14,7 +14,7 @@ from l0prune.cli import options
 from l0prune.cli.messages import emit, err, say
 from l0prune.cli.opening import LATENCY, with_step
 from l0prune.cli.project import newest, output_path
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError, UsageError, warn
 from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
 from l0prune.progress.display import shown
@@ -101,6 +101,8 @@ def measure(
         from l0prune.features.latency.measure import read_results, table_of
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
+        if table.warning:
+            warn(table.warning)
     else:
         table = timed(model, target, threads, batch, runtime, provider, samples or "auto", seed)
     (called,) = with_step({}, path)["commands"]
@@ -108,8 +110,6 @@ def measure(
     table.save(target)
     facts = {name: value for name, value in table.to_dict().items() if name in _SHOWN}
     emit({"file": str(target), **facts}, json, f"{target} written; {table}")
-    if table.warning:
-        say(f"warning: {table.warning}")
 
 
 _IN_BUNDLE = 48  # networks, as nothing tells there how well they predict

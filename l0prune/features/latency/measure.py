@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError, UsageError, warn
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency.facts import FACTS, Group, groups_of, plan_id
 from l0prune.features.latency.latency_fit import Samples, fit_model, fit_smooth
@@ -260,13 +260,16 @@ def measure(
     job = Job(model, place, threads, batch, count, seed, told, until)
     if folder is not None:
         with claimed(place):
-            return table_of(plan, chosen.results(job))
-    try:
-        table = table_of(plan, chosen.results(job))
-        table.observe_by(chosen.bench(job), place)  # with the files that are there
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+            table = table_of(plan, chosen.results(job))
+    else:
+        try:
+            table = table_of(plan, chosen.results(job))
+            table.observe_by(chosen.bench(job), place)  # with the files that are there
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+    if table.warning:
+        warn(table.warning)
     return table
 
 

@@ -1,6 +1,8 @@
 """Tables of times that are made where a budget needs one and none is given."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import l0prune
 from l0prune.cli import opening
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.features.latency import command
 from l0prune.features.latency import measure as measuring
@@ -101,6 +103,23 @@ def test_a_table_is_made_once_for_each_plan_and_target(monkeypatch):
     measuring.latency_table(gated(size=16), "eager")
     assert len(measuring._made) <= measuring._KEPT
     assert made == ["eager", "compile", "eager"][: len(made)]
+
+
+@pytest.mark.parametrize(
+    ("median", "noise", "said"),
+    [(0.04, 0.0, None), (0.14, 0.0, "not seen to 14% only"), (0.0, 0.09, "differ by 9%")],
+)
+def test_whoever_measures_is_told_of_a_poor_table(monkeypatch, median, noise, said):
+    table = replace(made_up(gated()), quality=Quality(median, 0.2, 4, noise))
+    monkeypatch.setattr(measuring, "table_of", lambda *_: table)
+    monkeypatch.setattr(
+        measuring,
+        "runtime_of",
+        lambda *_: SimpleNamespace(results=lambda job: None, bench=lambda job: lambda x: x),
+    )
+    told = pytest.warns(L0pruneWarning, match=said) if said else nullcontext()
+    with told:
+        assert l0prune.measure(gated()) is table
 
 
 def test_the_command_makes_a_table_beside_the_model_and_never_uses_a_stale_one(
