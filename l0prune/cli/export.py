@@ -179,15 +179,17 @@ def say_written(files: Iterable[Path], loads: str, json: bool) -> None:
 
 
 def takes(path: str) -> str:
-    """Return a sentence on the inputs of an ONNX file, with the names of sizes that are free."""
+    """Return a sentence on an ONNX file's opset and inputs, with the names of free sizes."""
     import onnx  # loads slowly
 
+    model = onnx.load(path, load_external_data=False)
     inputs = [
         f"{each.name} ({', '.join(dim.dim_param or str(dim.dim_value) for dim in shape)})"
-        for each in onnx.load(path, load_external_data=False).graph.input
+        for each in model.graph.input
         for shape in [each.type.tensor_type.shape.dim]
     ]
-    return f"{path} takes {', '.join(inputs)}"
+    opset = next(each.version for each in model.opset_import if not each.domain)
+    return f"{path}, of opset {opset}, takes {', '.join(inputs)}"
 
 
 def folders(

@@ -236,7 +236,9 @@ def test_what_a_file_takes_is_said(tmp_path):
     other = helper.make_tensor_value_info("mask", kind, ["batch", 5])
     result = helper.make_tensor_value_info("y", kind, shape)
     node = helper.make_node("Identity", ["ids"], ["y"])
-    model = helper.make_model(helper.make_graph([node], "net", [given, other], [result]))
+    graph = helper.make_graph([node], "net", [given, other], [result])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     path = str(tmp_path / "net.onnx")
     onnx.save(model, path)
-    assert export.takes(path) == f"{path} takes ids (batch, length), mask (batch, 5)"
+    sizes = "ids (batch, length), mask (batch, 5)"
+    assert export.takes(path) == f"{path}, of opset 17, takes {sizes}"
