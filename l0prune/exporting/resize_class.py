@@ -39,5 +39,5 @@ def drop_branches(network: Network) -> Network:
     (own,), found = network.classes, network.captured.found
     plan, has_graphs = network.selected.plan, bool(network.graphs)
     ways = ways_around(network.plain, found, network.by_part, network.gone)
-    classes = (around(own, way, plan, drops=has_graphs) for way in ways)
+    classes = (around(own, way, plan, found, drops=has_graphs) for way in ways)
     return replace(network, classes=chain(classes, [own]) if has_graphs else classes)

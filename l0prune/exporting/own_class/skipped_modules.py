@@ -28,7 +28,7 @@ from l0prune.exporting.own_class.sizes import Changes, changed_attributes, joine
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
-from l0prune.infer.nodes import arguments, has_tensor, is_writer, operator_name, shape_of
+from l0prune.infer.nodes import argument, arguments, has_tensor, is_writer, operator_name, shape_of
 from l0prune.infer.parts import Part
 from l0prune.plan.layout import axes_of, leaves
 from l0prune.plan.plan import Plan
@@ -521,10 +521,18 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
-def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool = True) -> OwnClass:
+def around(
+    own: OwnClass,
+    way: Mapping[str, Layer],
+    plan: Plan,
+    parts: Sequence[Part],
+    *,
+    drops: bool = True,
+) -> OwnClass:
     """Return the class with the modules of ``way`` skipped and their tensors emptied.
+
     With ``drops``, parameters of removed branches that other modules' code reads are dropped;
-    otherwise they stay, at zero.
+    otherwise they stay, at zero. ``parts`` are those that were captured.
     """
 
     def is_skipped(name: str) -> bool:
@@ -533,7 +541,11 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
     dead = dead_parameters(plan, [branch.name for branch in own.gone])
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
     tensors, emptied = dict(own.tensors), {}
-    dropped = {n: _uncut_sizes(own.plain, plan, n) for n in dead if drops and not is_skipped(n)}
+    dropped = {
+        name: _fewest_sizes(name, own.plain.get_parameter(name).shape, plan, parts)
+        for name in dead
+        if drops and not is_skipped(name)
+    }
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
         if is_skipped(name) and old.ndim and (name not in parameters or first in dead):
@@ -561,10 +573,26 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
     )
 
 
-def _uncut_sizes(plain: nn.Module, plan: Plan, name: str) -> list[int]:
-    """Return a parameter's sizes, which code may index, with 1 for dims that a cut may change."""
-    sizes = list(plain.get_parameter(name).shape)
-    if name not in plan.tensors:
-        return sizes
-    layouts = plan.tensors[name]
-    return [1 if axes_of(dim) else size for dim, size in zip(layouts, sizes, strict=True)]
+# Operators that read places along a dim by their numbers, with the position of that dim.
+_BY_NUMBER = {
+    **dict.fromkeys(("select", "slice", "narrow", "unbind", "index_select"), 1),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), 2),
+}
+
+
+def _fewest_sizes(name: str, shape: Sequence[int], plan: Plan, parts: Sequence[Part]) -> list[int]:
+    """Return the sizes of zeros in place of a parameter: 1, or all where code reads by number."""
+    sizes = [1] * len(shape)
+    for captured in (part.analysis.captured for part in parts):
+        readers = (
+            user
+            for node in captured.graph.find_nodes(op="placeholder")
+            if captured.names.get(node.name) == name
+            for user in node.users
+        )
+        for user in readers:
+            position = _BY_NUMBER.get(operator_name(user.target).removeprefix("aten."))
+            if position is not None:
+                dim = argument(user, position, "dim", 0) % len(shape)
+                sizes[dim] = 1 if axes_of(plan.tensors[name][dim]) else shape[dim]
+    return sizes
