@@ -165,6 +165,7 @@ def test_its_penalty_trains_its_format_is_written_and_its_section_is_on_the_page
     assert "of 2 layers" in page
 
 
+@pytest.mark.slow
 def test_its_command_is_one_of_l0prune(installed):
     def said(*words):
         code = f"import sys; sys.path.insert(0, {str(installed)!r}); "

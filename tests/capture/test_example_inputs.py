@@ -102,6 +102,7 @@ def test_an_object_that_is_only_read_is_data_and_stays_whole():
     assert "the model's input" in pin.reason
 
 
+@pytest.mark.slow
 def test_a_gated_model_with_such_an_example_is_copied_and_pickled():
     model = gated()
     for again in (copy.deepcopy(model), through_torch(model)):

@@ -79,6 +79,7 @@ def page_script(folder):
     return float(told.getvalue())
 
 
+@pytest.mark.slow
 def test_every_file_gives_the_number_that_an_own_script_repeats(done, refused, made, tmp_path):
     def found(*arguments):
         return done("evaluate", *arguments, "--data", DATA, "--json")

@@ -58,6 +58,7 @@ def test_the_tokenizer_is_named_where_the_model_does_not_know_it(folder, tmp_pat
     assert found(*asked, "--tokenizer", folder / "llama")["perplexity"] > 5
 
 
+@pytest.mark.slow
 def test_a_classifier_takes_lines_of_unequal_length(done, refused, folder, tmp_path):
     import onnxruntime
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification

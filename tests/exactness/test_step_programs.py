@@ -111,7 +111,7 @@ def check(seed, steps, most=None):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_branch_of_a_program_closes_exactly(seed):
     assert check(seed, 3, most=1)
 

@@ -177,6 +177,7 @@ class InParts(nn.Module):
         return self.head(x if x.max() > 0 else -x)
 
 
+@pytest.mark.slow
 def test_parts_of_one_dtype_within_a_model_of_two():
     model, x = InParts().eval(), torch.randn(3, 4, 2)
     l0prune.gate(model, x)

@@ -204,6 +204,7 @@ def test_a_part_whose_class_is_wrong_for_one_example_becomes_a_graph_that_refuse
         dense.module(x[:1])
 
 
+@pytest.mark.slow
 def test_one_example_of_which_the_model_makes_nan_proves_nothing():
     _, dense = exported_in_parts(nan_for_one)
     assert dense.rebuilt

@@ -80,6 +80,7 @@ def in_files(model, folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.slow
 def test_weights_that_lie_in_a_folder_stay_in_its_files(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

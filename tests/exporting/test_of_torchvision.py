@@ -21,6 +21,7 @@ from l0prune.files.user_code import torchvision_model
         "resnet18",
     ],
 )
+@pytest.mark.one_in(3)
 def test_no_name_is_found_over_the_network(name, monkeypatch):
     """Builders fetch the weights of a backbone unless they are told not to."""
     pytest.importorskip("torchvision")

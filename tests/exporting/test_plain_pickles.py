@@ -79,9 +79,8 @@ def load_alone(folder, *paths):
     assert "all are right" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "names", [("concatenated",), pytest.param(tuple(NETWORKS), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("concatenated",), tuple(NETWORKS)])
+@pytest.mark.slow
 def test_a_process_without_l0prune_loads_them(names, cut, tmp_path):
     paths = []
     for name in names:
@@ -95,10 +94,10 @@ def test_a_process_without_l0prune_loads_them(names, cut, tmp_path):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )
+@pytest.mark.one_in(5)
 def test_what_torch_makes_of_it_computes_the_same(name, cut):
     """Of the module, and of its pickle, which has other classes in it."""
     model, small, x = cut(name)

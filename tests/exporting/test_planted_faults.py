@@ -206,7 +206,7 @@ IN_FILES = {
 
 
 @pytest.mark.parametrize("fault", IN_FILES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_fault_of_the_file_is_found_and_no_file_written(fault, monkeypatch, tmp_path):
     small, make = l0prune.export(gated()), file._exported
 

@@ -76,6 +76,7 @@ def test_what_is_exact_in_float64_is_the_runtimes_rounding(off, exactly, is_allo
             Certificate((*checks,))
 
 
+@pytest.mark.slow
 def test_a_runtime_that_rounds_much_is_no_reason_to_refuse_a_file(tmp_path, monkeypatch):
     """As by ONNX Runtime's norms, which take mean and variance in one pass."""
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.one_in(8)
 def test_random_writes_through_views_give_what_they_gave(seed):
     def function(x):
         draw = random.Random(seed)
@@ -131,6 +132,7 @@ def windows(x):
         lambda x: (x.split(2, 1)[0] + 1).relu_() + torch.eye(6)[:2],
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_parts_of_networks(function):
     batch = ({0: Dim("batch", min=1)},)
     check(Function(function), torch.randn(2, 4, 6), torch.randn(5, 4, 6), dynamic_shapes=batch)
@@ -147,6 +149,7 @@ class Normed(nn.Module):
         return nn.functional.hardswish(x, inplace=True)
 
 
+@pytest.mark.slow
 def test_several_results_and_names_that_python_has():
     batch = ({0: Dim("batch", min=1)},)
     _, found, _ = replaced(Normed(), torch.randn(2, 3, 8, 8), dynamic_shapes=batch)

@@ -67,6 +67,7 @@ def test_a_runtime_is_allowed_what_it_rounds_in_the_uncut_network(
     assert check.tolerance == 2 * check.rounding
 
 
+@pytest.mark.slow
 def test_a_small_model_that_nobody_holds_is_still_known(monkeypatch, tmp_path):
     small = l0prune.export(net())
     gc.collect()
@@ -77,6 +78,7 @@ def test_a_small_model_that_nobody_holds_is_still_known(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("wrong")
+@pytest.mark.slow
 def test_a_large_model_that_nobody_holds_is_named_as_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(network, "_KEPT_ALIVE", 0)
     small = l0prune.export(net())
@@ -108,6 +110,7 @@ def test_what_is_wrong_in_the_small_file_alone_is_a_fault(
 
 
 @pytest.mark.usefixtures("wrong")
+@pytest.mark.slow
 def test_what_both_files_have_and_torch_has_not_is_a_fault(monkeypatch, tmp_path):
     """An operator that is translated wrongly is wrong in the uncut network's file, too."""
     torch.manual_seed(0)
@@ -134,6 +137,7 @@ def test_ten_times_its_rounding_is_a_fault(gated, small, monkeypatch, tmp_path):
         small.save_onnx(tmp_path / "net.onnx")
 
 
+@pytest.mark.slow
 def test_what_the_small_file_alone_rounds_is_no_fault_where_it_is_exact_in_float64(
     gated, small, monkeypatch, tmp_path
 ):
@@ -224,6 +228,7 @@ def vanishing():
     return net
 
 
+@pytest.mark.slow
 def test_a_runtimes_sigmoid_beside_probabilities_that_vanish(vanishing, tmp_path):
     small = l0prune.export(vanishing)
     small.save_onnx(tmp_path / "net.onnx")

@@ -41,6 +41,7 @@ def exported(model):
     return l0prune.export(model)
 
 
+@pytest.mark.slow
 def test_every_folder_has_them(tmp_path):
     small = exported(source(tmp_path / "from"))
     said = small.save_pretrained(tmp_path / "own"), small.save_vllm(tmp_path / "served")

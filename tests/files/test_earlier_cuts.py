@@ -57,7 +57,7 @@ def cut_again(model, closed):
 
 
 @pytest.mark.parametrize("between", [copy.deepcopy, through_pickle])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_file_of_the_last_cut_fits_the_original(between, tmp_path):
     torch.manual_seed(0)
     model = randomise(Net()).eval()

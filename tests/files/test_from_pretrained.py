@@ -281,6 +281,7 @@ class InParts(nn.Module):
         return self.tail(2 * x if float(x.detach().sum()) > 0 else x)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_captured_in_parts(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(3, 6)

@@ -78,6 +78,7 @@ def by_weights(model, plain, z, x):
     return functional_call(plain, parameters, (x,))
 
 
+@pytest.mark.one_in(3)
 def test_outputs_and_gradients_are_those_of_gated_weights(case):
     model, plain, z, x, is_input = case
     with l0prune.gates(model).using(z):
@@ -93,6 +94,7 @@ def test_outputs_and_gradients_are_those_of_gated_weights(case):
         torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.one_in(3)
 def test_without_gradients_it_is_the_weight_to_the_bit(case):
     model, plain, z, x, _ = case
     with torch.no_grad(), l0prune.gates(model).using(z):

@@ -127,6 +127,7 @@ def test_every_axis_learns_in_train_mode(make, example):
 
 
 @models
+@pytest.mark.one_in(3)
 def test_ungate_gives_back_the_model_that_came_in(make, example):
     model, x = make().eval(), example()
     before = {name: type(m) for name, m in model.named_modules()}

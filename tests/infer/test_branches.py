@@ -371,6 +371,7 @@ def test_a_concatenation_that_is_part_of_another():
         (lambda x, a: torch.cat([a(x), x], 2).repeat(1, 2, 1, 1), "no axis is put side by side"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_is_no_branch_of_a_concatenation(join, why):
     assert [axes for _, axes, _ in made_of(Stream(join, 8, a=conv())) if axes] == [], why
 

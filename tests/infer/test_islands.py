@@ -152,6 +152,7 @@ def test_a_part_under_two_names_is_one_part():
     assert dense.params == sum(p.numel() for p in dense.module.parameters())
 
 
+@pytest.mark.slow
 def test_attributes_of_a_part_that_became_a_graph_are_still_there():
     def read(self, x):
         return x * self.a.out_channels if self.a.kind == "fixed" else x

@@ -187,7 +187,7 @@ def test_ways_of_computing(arguments, tmp_path):
     ("make", "data", "compact", "stop"),
     [(bert, CLASSES, "settle", 25), (llama, TEXTS, "never", 30)],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, tmp_path):
     """Of tied weights a safetensors checkpoint has one; of a model that is cut all are whole."""
     settings = {"data": data, "compact": compact, "save_steps": 5}
@@ -201,6 +201,7 @@ def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, 
         assert (pruner.record()["training_macs"] < 1) == (compact == "settle")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_of_another_folder_that_is_named(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {"steps": 12, "save_steps": 6}
@@ -253,6 +254,7 @@ def test_what_is_wrong_is_said_in_words(tmp_path):
         made.train()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_gates(tmp_path):
     trained(tmp_path, callbacks=[], steps=2, save_steps=2)
     with pytest.raises(FileError, match=r"l0prune\.pt"):

@@ -150,6 +150,7 @@ def test_its_gradient_is_that_of_the_fullest_step(peak):
 
 
 @pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.one_in(2)
 def test_gates_learn_under_it(peak, tmp_path, branches):
     model, x = gated(residual, branches=branches)
     inputs, targets = torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,))

@@ -243,7 +243,7 @@ def test_auto_is_the_best_score_of_each_kind_of_axis():
 
 
 @pytest.mark.parametrize("batch_size", [1, 40])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_run_starts_so(batch_size, capsys):
     model = gated(trained(norm=batch_size > 1))
     l0prune.finetune(model, data(), budget="macs=0.3", epochs=1, batch_size=batch_size)

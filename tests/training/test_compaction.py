@@ -390,6 +390,7 @@ def test_optimizers_that_come_one_after_the_other_all_follow(model):
     assert max(differences(small, model, twin).values()) <= EXACT
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_a_loop_replaces_is_let_go(model):
     small = Compaction(model)
     optimizer = OPTIMIZERS["adam"](weights(model))

@@ -12,6 +12,7 @@ import l0prune
 SECOND = ["model.layers.1.self_attn", "model.layers.1.mlp"]
 
 
+@pytest.mark.slow
 def test_a_folder_says_how_many_layers_there_are(tmp_path):
     model = gated(llama, *SECOND)
     dense = l0prune.export(model)

@@ -86,7 +86,8 @@ def test_layers_that_differ_run(name, settings, words, tmp_path):
 
 
 @runs
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_what_gates_close_at_random_runs(seed, words, tmp_path):
     """Widths, heads, hidden size and whole branches; the same tokens come out."""
     model = built(["llama", "qwen2"][seed % 2], num_hidden_layers=3 if seed else 2)

@@ -51,6 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.one_in(4)
 def test_blocks_are_in_an_if_and_the_file_computes_the_same(name, kind, tmp_path):
     make, x = MAKE[name]
     model, dense = exported(make, x, gate=kind)

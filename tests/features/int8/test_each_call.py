@@ -82,6 +82,7 @@ def test_products_by_constants_are_on_the_grid_of_the_call(tmp_path, kept):
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.slow
 def test_the_faster_of_the_two_ways_is_written(tmp_path, monkeypatch, is_faster):
     def timed(single, models, *others):
         return InTurns(2.0, {"own": 1.0 if is_faster else 1.6, "other": 1.5})
@@ -196,6 +197,7 @@ def test_recurrent_layers_have_a_range_of_their_input_and_one_of_each_step(tmp_p
 
 
 @pytest.mark.parametrize("is_standard", [False, True])
+@pytest.mark.slow
 def test_other_runtimes_are_given_operators_of_onnx_alone(tmp_path, is_standard):
     x = torch.randn(4, 10, 8)
     file = written(tmp_path, Recurrent().eval(), x)
@@ -206,6 +208,7 @@ def test_other_runtimes_are_given_operators_of_onnx_alone(tmp_path, is_standard)
     assert "QuantizeLinear" in kinds
 
 
+@pytest.mark.slow
 def test_what_reads_too_many_sizes_stays_in_float32_alone(tmp_path):
     torch.manual_seed(0)
     model = Recurrent().eval()

@@ -54,6 +54,7 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, timed):
     assert "not timed" in str(dense.int8)
 
 
+@pytest.mark.slow
 def test_layers_stay_in_float32_until_the_judge_is_content(tmp_path):
     torch.manual_seed(0)
     widths = [16, 48, 48, 48, 48, 8]
@@ -82,6 +83,7 @@ def test_layers_stay_in_float32_until_the_judge_is_content(tmp_path):
         small.save_onnx(tmp_path / "net.onnx", **asked, judge=lost)
 
 
+@pytest.mark.slow
 def test_labelled_data_judge_by_their_metric(tmp_path):
     torch.manual_seed(0)
     layers = [each for pair in pairwise((16, 48, 48, 4))

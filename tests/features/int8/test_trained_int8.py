@@ -174,7 +174,7 @@ def test_onnx_runtime_has_operators_on_integers_for_all_of_it(files, tmp_path):
 
 
 @pytest.mark.parametrize("closed", [(), (1,), (0, 2, 3)])
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_residual_sums_are_of_integers_and_what_the_network_computes(closed, tmp_path):
     model = learned(Blocks)
     gates = l0prune.gates(model)

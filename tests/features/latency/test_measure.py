@@ -58,6 +58,7 @@ def latency(model, table):
     return table.of(l0prune.gates(model).plan)
 
 
+@pytest.mark.slow
 def test_it_says_what_it_is_of(table):
     assert table.setting.runtime == "onnxruntime"
     assert (table.setting.threads, table.setting.batch) == (1, 1)

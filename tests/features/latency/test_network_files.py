@@ -214,6 +214,7 @@ def test_one_export_tells_what_several_do(tmp_path, monkeypatch):
     assert one.facts == several.facts
 
 
+@pytest.mark.slow
 def test_a_large_network_is_written_for_the_batch_alone(tmp_path, monkeypatch):
     layers = nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)
     model = l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 20),))

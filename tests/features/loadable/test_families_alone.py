@@ -84,9 +84,8 @@ def written(name, folder):
     torch.save(expected, folder / "expected.pt")
 
 
-@pytest.mark.parametrize(
-    "names", [("llama",), pytest.param(tuple(FAMILIES), marks=pytest.mark.slow)], ids=["one", "all"]
-)
+@pytest.mark.parametrize("names", [("llama",), tuple(FAMILIES)], ids=["one", "all"])
+@pytest.mark.slow
 def test_a_process_without_l0prune_uses_them(names, tmp_path):
     for name in names:
         written(name, tmp_path / name)

@@ -76,7 +76,8 @@ def test_what_was_gated_for_it_is_served(name, settings, tmp_path, monkeypatch):
     assert json.loads(config.to_json_string())["block_configs"][1]["attention"] == {"no_op": True}
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.slow
 def test_layers_alike_are_an_ordinary_folder_of_their_class(name, tmp_path):
     model = built(name)
     with pytest.warns(match="layers keep one width"):

@@ -110,6 +110,7 @@ def test_a_network_of_convolutions_has_what_its_file_has(tmp_path):
                      [], marks=pytest.mark.slow),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_decoder_has_the_cache_that_it_fills(name, settings, closed, tmp_path):
     model = built(name, **settings)
     l0prune.gate(model, (), {"input_ids": IDS}, progress=False)

@@ -596,6 +596,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
+@pytest.mark.one_in(3)
 def test_a_weight_of_several_readers_stays_one_parameter(name, tmp_path):
     nodes, weights, sizes, kind = SHARED[name]
     path = written(tmp_path / "net.onnx", nodes, weights, sizes, kind=kind)

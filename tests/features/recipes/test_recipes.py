@@ -225,6 +225,7 @@ def test_only_what_could_go_by_times_is_timed():
     assert load("digits-lenet", []).goes_by_times  # widths that a runtime likes
 
 
+@pytest.mark.slow
 def test_a_run_says_its_stages(done):
     assert done[2] == [
         "loading the data",

@@ -16,6 +16,7 @@ def network():
     return nn.Sequential(*layers, nn.Linear(64, 4)).eval()
 
 
+@pytest.mark.slow
 def test_a_model_without_values_has_the_same_bytes_and_times_by_its_products():
     model, x = network(), torch.randn(80, 64)
     real = foresee(model, x, "params=0.5", samples=60, batch_size=10)
@@ -33,6 +34,7 @@ def test_a_model_without_values_has_the_same_bytes_and_times_by_its_products():
     assert saved == pytest.approx(0.3 * real.weights, abs=2)
 
 
+@pytest.mark.slow
 def test_what_is_foreseen_is_about_what_is_held():
     model, x = network(), torch.randn(600, 64)
     options = {"samples": 480, "batch_size": 40}

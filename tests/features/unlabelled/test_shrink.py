@@ -39,6 +39,7 @@ def test_a_budget_without_labels(network):
     assert small.to_dict()["fidelity"]["agreement"] == small.fidelity.agreement
 
 
+@pytest.mark.slow
 def test_a_runtime_is_allowed_what_it_rounds_in_the_users_model(network, monkeypatch, tmp_path):
     """The gated copy is gone by the time the file is written."""
     model, data = network
@@ -164,6 +165,7 @@ def test_coarse_widths_are_judged_once(network):
     assert small.macs * 2 == small.macs_before
 
 
+@pytest.mark.slow
 def test_where_no_time_can_be_measured_a_tolerance_finds_the_fewest_macs(network):
     model, data = network
 
@@ -318,6 +320,7 @@ def test_weights_of_nan_are_named(network):
         l0prune.shrink(model, data, "macs=0.5")
 
 
+@pytest.mark.slow
 def test_a_recovery_that_ends_farther_away_is_undone(network, monkeypatch):
     model, inputs = network
     options = {"budget": "macs=0.5", "seed": 0}
@@ -489,6 +492,7 @@ def test_training_moves_nothing_of_the_users_model():
         assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.slow
 def test_what_stops_all_cuts_is_said_rather_than_that_none_is_small():
     class Switching(nn.Module):
         def __init__(self):

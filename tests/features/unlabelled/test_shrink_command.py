@@ -44,6 +44,7 @@ def test_a_file_that_is_smaller_and_how_near_it_is(done, tmp_path):
     assert (again["speedup"], again["times"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_batches_of_inputs_do_as_the_inputs_themselves(done):
     for data in ("batches", "inputs"):
         options = ("--data", f"net.py:{data}", "--budget", "params=0.5", "--no-time", "--json")
@@ -57,6 +58,7 @@ def test_batches_of_inputs_do_as_the_inputs_themselves(done):
     done("export", "net.gated.pt", "--onnx", "--int8", "--data", "net.py:batches", "--no-time")
 
 
+@pytest.mark.slow
 def test_a_tolerance_says_that_a_network_may_learn(done):
     asked = "net.py:net", "--data", "net.py:inputs", "--tolerance", "60%", "--measure", "macs"
     for more, is_said in (((), True), (("--recover", "1"), False)):

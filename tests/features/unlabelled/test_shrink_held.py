@@ -11,6 +11,7 @@ from tests.held import Held
 
 
 @pytest.mark.filterwarnings("ignore:l0prune. outputs differ")
+@pytest.mark.slow
 def test_weights_are_shared_until_they_are_replaced_and_the_result_has_its_own():
     torch.manual_seed(0)
     layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)
