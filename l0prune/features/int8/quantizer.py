@@ -49,6 +49,7 @@ _MOVING = frozenset(
 _UNLIKE = 8  # the least would have five of eight bits
 _MANY = 500  # values for which no range is searched by entropy: one takes about a tenth of a second
 _COARSE = 256  # bins for the search by entropy, about
+_HIDDEN = "HiddenGemm"  # operator that no quantizer knows
 
 
 def is_x86() -> bool:
@@ -198,6 +199,9 @@ def with_ranges_of_each_call(model: ModelProto, names: Sequence[str]) -> ModelPr
     copied.CopyFrom(model)
     if not names:
         return copied
+    whole = [n for n in copied.graph.node if n.op_type == "Gemm" and n.name not in names]
+    for node in whole:
+        node.op_type = _HIDDEN  # the quantizer splits all Gemms
     with muted(), explained("quantize"):
         quantizer = ONNXQuantizer(
             copied,
@@ -218,6 +222,8 @@ def with_ranges_of_each_call(model: ModelProto, names: Sequence[str]) -> ModelPr
         for node in quantizer.model.model.graph.node:
             if node.op_type == "DynamicQuantizeLSTM":
                 node.name = node.name.removesuffix("_quant")
+            elif node.op_type == _HIDDEN:
+                node.op_type = "Gemm"
         return in_order(quantizer.model.model)
 
 

@@ -5,7 +5,8 @@ It is measured as a part of the outputs' variance, and where outputs are classes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,12 +186,12 @@ def divergence(
     scores = answers_of(wanted, batch, classes, names)
     dim = scores.dim or 1
     p = scores.tensor.float().softmax(dim)
-    own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts(dim, p))
+    own = sum(_total(torch.special.xlogy(part, part)) for (part,) in _parts((dim,), p))
     count = p.numel() / p.shape[dim]
 
     def judge(outputs: Any) -> float:
         error = own
-        for found, part in _parts(dim, answers_of(outputs, batch, classes, names).tensor, p):
+        for found, part in _parts((dim,), answers_of(outputs, batch, classes, names).tensor, p):
             found = found.float()
             error += _total(found.logsumexp(dim)) - _total(part * found)
         return max(0.0, error / count)
@@ -200,13 +201,13 @@ def divergence(
 
 def _alike(found: Tensor, wanted: Tensor, dim: int) -> float:
     """Return the number of places with the same largest number along a dim."""
-    pairs = _parts(dim, found, wanted)
+    pairs = _parts((dim,), found, wanted)
     return float(sum(int((a.argmax(dim) == b.argmax(dim)).sum()) for a, b in pairs))
 
 
-def _parts(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield small parts of tensors of one shape, whole along ``dim`` where there is another."""
-    others = [each for each in range(tensors[0].dim()) if each != dim] or [0]
+def _parts(dims: Collection[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield small parts of tensors of one shape, whole along ``dims`` where there are others."""
+    others = [each for each in range(tensors[0].dim()) if each not in dims] or [0]
     size, at = max((tensors[0].shape[at], at) for at in others)
     step = max(1, _PART * size // max(1, tensors[0].numel()))
     return zip(*(tensor.split(step, at) for tensor in tensors), strict=True)
@@ -247,7 +248,7 @@ class _Apart:
         """Count a batch."""
         self._each = self._each or [_OfOne() for _ in wanted.each]
         for one, mine, theirs in zip(self._each, found.each, wanted.each, strict=True):
-            one.add(mine, theirs, wanted.dim)
+            one.add(mine, theirs)
 
     def share(self) -> float:
         """Return the mean square of the error over the variance; of one example over its square.
@@ -261,27 +262,45 @@ class _Apart:
 class _OfOne:
     """``_Apart`` of one output.
 
-    The variance is about the mean of each class, or channel, over examples and places.
+    The variance is the least about one of several means: that of each number of an example; and
+    since examples may be large or of unlike sizes, of each place along one dim, or of all numbers.
     """
 
     def __init__(self) -> None:
-        self.count, self.error, self.squares = 0, 0.0, 0.0
-        self.total = torch.zeros(())
+        self.error, self.squares = 0.0, 0.0
+        self._totals: dict[tuple[int, ...], Tensor] = {}  # by the dims that stay apart
+        self._counts: dict[tuple[int, ...], int] = {}  # numbers of each mean
 
-    def add(self, found: Tensor, wanted: Tensor, dim: int | None) -> None:
-        """Count a batch; ``dim`` is that of the classes, or None."""
-        at = dim or min(1, wanted.dim() - 1)
-        others = [other for other in range(wanted.dim()) if other != at or not at]
-        self.count += wanted.numel() // (wanted.shape[at] if at else 1)
-        for mine, theirs in _parts(at, found, wanted):
-            self.total = self.total + theirs.sum(others, dtype=torch.float64)
+    def add(self, found: Tensor, wanted: Tensor) -> None:
+        """Count a batch."""
+        if not self._totals:
+            dims = tuple(range(1, wanted.dim()))
+            each = [dims] if len(dims) > 1 and wanted[:1].numel() <= _PART else []
+            kept = [*each, *((dim,) for dim in dims), ()]
+            self._totals = dict.fromkeys(kept, torch.zeros(()))
+            self._counts = dict.fromkeys(kept, 0)
+        for dims, total in list(self._totals.items()):
+            sizes = tuple(wanted.shape[each] for each in dims)
+            if total.shape not in ((), sizes):
+                del self._totals[dims]
+                continue
+            others = [other for other in range(wanted.dim()) if other not in dims]
+            self._counts[dims] += math.prod(wanted.shape[other] for other in others)
+            for (part,) in _parts(dims, wanted):
+                self._totals[dims] = self._totals[dims] + part.sum(others, dtype=torch.float64)
+        for mine, theirs in _parts((), found, wanted):
             self.error += _square(mine - theirs)
             self.squares += _square(theirs)
 
     def share(self) -> float:
         """Return the error over the variance, or over the square where that does not vary."""
-        variance = self.squares - float(self.total.square().sum()) / max(self.count, 1)
-        varies = self.count > 1 and variance > STILL * self.squares
+        variances = [
+            self.squares - float(total.square().sum()) / count
+            for dims, total in self._totals.items()
+            if (count := self._counts[dims]) > 1
+        ]
+        variance = min(variances, default=0.0)
+        varies = variance > STILL * self.squares
         return self.error / max(variance if varies else self.squares, _NOTHING)
 
 

@@ -123,3 +123,46 @@ def test_outputs_of_many_numbers_are_compared_in_parts(monkeypatch):
     monkeypatch.setattr("l0prune.features.unlabelled.fidelity._PART", 100)
     found = fidelity(nn.Identity(), other, batches, lambda _: None).error
     assert found == pytest.approx(wanted)
+
+
+class Levels(nn.Module):
+    """Numbers that differ much from place to place, and little from example to example."""
+
+    def __init__(self, *shape, wrong=0.0):
+        super().__init__()
+        self.level, self.wrong = 100 * torch.randn(shape, generator=torch.manual_seed(1)), wrong
+
+    def forward(self, x):
+        sign = torch.tensor([1.0, -1.0]).repeat(len(x))[: len(x)]
+        across = x + self.wrong * sign[:, None]
+        return self.level + across.reshape(len(x), *[1] * (self.level.dim() - 1), -1)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 7), (7, 5)])
+@pytest.mark.parametrize("classes", [lambda _: None, lambda _: 1])
+def test_a_level_of_each_number_is_no_variance(shape, classes):
+    torch.manual_seed(0)
+    batches = list(torch.randn(90, shape[-1]).split(40))
+    variance = torch.cat(batches).var(0, correction=0).mean().item()
+    found = fidelity(Levels(*shape), Levels(*shape, wrong=0.5), batches, classes)
+    assert found.error == pytest.approx(0.25 / variance, rel=1e-3)
+
+
+def test_examples_of_unlike_sizes_are_compared_by_the_means_of_their_channels():
+    torch.manual_seed(0)
+    batches, level = [torch.randn(9, n, 4) for n in (5, 6, 7)], torch.tensor([0.0, 90, -9, 30])
+    dense = Level(level)
+    found = fidelity(dense, Level(level + 0.5), batches, lambda _: None)
+    places = torch.cat([batch.flatten(0, 1) for batch in batches])
+    assert found.error == pytest.approx(0.25 / places.var(0, correction=0).mean().item(), rel=1e-3)
+
+
+class Level(nn.Module):
+    """A sum with one number for each channel."""
+
+    def __init__(self, level):
+        super().__init__()
+        self.level = level
+
+    def forward(self, x):
+        return x + self.level
