@@ -131,6 +131,17 @@ def test_outputs_of_other_counts_keep_scales_of_their_own():
     assert common_scales([torch.tensor([1.0, float("inf")]), torch.tensor([[-3.0]])]) == (3.0,)
 
 
+def test_a_mask_that_each_example_has_is_no_scale_of_the_others():
+    scores = torch.tensor([[0.5, -1e9, 2.0], [1.5, -1e9, -3.0]])
+    assert common_scales([scores]) == (3.0,)
+    assert common_scales([scores[:1], scores[1:]]) == (3.0,)
+    assert difference(scores, scores + torch.tensor([0, 0, 0.3])) == pytest.approx(0.1)
+    assert common_scales([scores[:1]]) == (1e9,)  # of one example it may be a result
+    assert common_scales([scores + torch.tensor([[0, 0, 0], [0, 1e6, 0]])]) == (1e9,)
+    assert common_scales([torch.full((2, 2), -1e9)]) == (1e9,)
+    assert common_scales([torch.tensor([[1.0, 1e-9], [1.0, 1e-8]])]) == (1.0,)
+
+
 class Heads(nn.Module):
     """Several outputs, of which one may differ."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from l0prune.capture.compat import pytree
 
 _NUMBERS = (bool, int, str)  # values beside tensors in an output, compared exactly
+_FEW = 16  # values, at most, that stand for what is masked
+_LARGE = 1e4  # size of numbers that may stand for what is masked: -1e4, -65504, -1e9, …
 
 
 def difference(expected: Any, found: Any) -> float:
@@ -35,7 +37,7 @@ def differences(expected: Any, found: Any, scales: Sequence[float] = ()) -> list
     ):
         return [float("inf")] * max(sum(isinstance(each, Tensor) for each in firsts), 1)
     pairs = [each for each in zip(firsts, seconds, strict=True) if isinstance(each[0], Tensor)]
-    known = scales or [_scale(a) for a, _ in pairs]
+    known = scales or [_scale([a]) for a, _ in pairs]
     return [_gap(a, b, scale) for (a, b), scale in zip(pairs, known, strict=True)]
 
 
@@ -43,12 +45,13 @@ def common_scales(outputs: Sequence[Any]) -> tuple[float, ...]:
     """Return the largest finite absolute value of each output tensor over several outputs.
 
     A tensor that is tiny by chance on one input, such as a sigmoid's output near 0, is thus
-    compared on the scale of the others. Empty if the outputs' numbers of tensors differ.
+    compared on the scale of the others. A large number that each example has, such as the -1e9 of
+    what is masked, is no scale of the others. Empty if the outputs' numbers of tensors differ.
     """
     tensors = [[leaf for leaf in comparable(o) if isinstance(leaf, Tensor)] for o in outputs]
     if len({len(each) for each in tensors}) != 1:
         return ()
-    return tuple(max(map(_scale, alike)) for alike in zip(*tensors, strict=True))
+    return tuple(map(_scale, zip(*tensors, strict=True)))
 
 
 def largest(errors: Sequence[float]) -> float:
@@ -64,9 +67,37 @@ def _gap(a: Tensor, b: Tensor, scale: float) -> float:
     return float(gap.max()) / max(scale, torch.finfo(torch.float32).tiny)
 
 
-def _scale(tensor: Tensor) -> float:
+def _scale(alike: Sequence[Tensor]) -> float:
+    """Return the largest finite absolute value but for constants; of these if there are no others.
+
+    ``alike`` are one tensor of several outputs.
+    """
+    constants = _constants(alike)
+    others = max(_largest_of(each, constants) for each in alike)
+    return others or max(_largest_of(each, frozenset()) for each in alike)
+
+
+def _largest_of(tensor: Tensor, without: Set[float]) -> float:
+    if not tensor.numel():
+        return 0.0
     wide = _wide(tensor)
-    return float(torch.where(wide.isinf(), 0, wide).abs().max()) if tensor.numel() else 0.0
+    is_left_out = wide.isinf()
+    for value in without:
+        is_left_out |= wide == value
+    return float(torch.where(is_left_out, 0, wide).abs().max())
+
+
+def _constants(alike: Sequence[Tensor]) -> Set[float]:
+    """Return the large numbers that each example has, of several, to the bit."""
+    rows = [row for each in alike for row in (each if each.dim() > 1 else each[None])]
+    found: Set[float] = frozenset()
+    for number, row in enumerate(rows if len(rows) > 1 else ()):
+        is_large = row.isfinite() & (row.abs() >= _LARGE) if row.is_floating_point() else None
+        large = frozenset() if is_large is None else frozenset(row[is_large].unique().tolist())
+        found = found & large if number else large
+        if not found or len(found) > _FEW:  # many are a result
+            return frozenset()
+    return found
 
 
 def _wide(tensor: Tensor) -> Tensor:
