@@ -208,7 +208,8 @@ def inside(model: nn.Module) -> nn.Module:
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
     is_spread = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    return model._modules.get("module" if is_spread else "_orig_mod")  # torch.compile's name
+    inner = getattr(model, "module" if is_spread else "_orig_mod", None)  # torch.compile's name
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def holds_ddp(model: nn.Module) -> bool:

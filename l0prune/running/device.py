@@ -60,14 +60,14 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def check_values(model: nn.Module) -> None:
-    """Raise UsageError for a model on the meta device."""
+def check_values(model: nn.Module, what: str = "export") -> None:
+    """Raise UsageError for a model on the meta device; ``what`` is the verb that needs values."""
     tensors = chain(model.named_parameters(), model.named_buffers())
     empty = next((name for name, tensor in tensors if tensor.is_meta), None)
     if empty is not None:
         raise UsageError(
             f"{empty} is on the meta device: it has a shape and no values, so there is nothing to "
-            "export. survey and gate take such a model. For export, build it on the CPU, gate it "
+            f"{what}. survey and gate take such a model. For the rest build it on the CPU, gate it "
             "in the same way, and load the trained weights and gates: model.load_state_dict(...)."
         )
 

@@ -177,7 +177,11 @@ def inputs_of(
     found: Iterator[tuple[Any, Any]]
     if isinstance(given, Tensor) or _is_example(given):
         generator = torch.Generator().manual_seed(seed)
-        count = len(given) if isinstance(given, Tensor) else len(next(iter(given.values())))
+        each = [given] if isinstance(given, Tensor) else list(given.values())
+        count = len(each[0])
+        if any(len(other) != count for other in each):
+            sizes = ", ".join(f"{name}: {len(value)}" for name, value in given.items())
+            raise DataError(f"the inputs are of unequally many examples ({sizes})")
         size = _size(batch_size, min(count, samples))
         order = torch.randperm(count, generator=generator)[:samples].split(size)
         found = ((_rows(given, index, place), None) for index in order)

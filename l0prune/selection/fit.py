@@ -28,6 +28,7 @@ from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
 from l0prune.progress.stages import stage
 from l0prune.running.batches import usual_batch_size
+from l0prune.running.device import check_values
 from l0prune.running.processes import run_on_first
 from l0prune.running.task import Task
 from l0prune.selection import fitted
@@ -104,6 +105,7 @@ def fit(
         DataError: the data is empty or does not fit the model.
     """
     gates = gates_of(model)
+    check_values(model, "choose from")
     gates.make_whole()
     latency = table_if_needed(model, () if budget is None else limits(budget), latency, target)
     wanted = bounds_of(model, budget, latency)

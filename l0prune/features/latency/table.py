@@ -203,7 +203,8 @@ class LatencyTable:
         if self.quality.median > _WRONG:
             return (
                 f"the table predicts networks that it has not seen to {self.quality.median:.0%} "
-                "only: time more of them (--samples), on a machine where nothing else runs"
+                "only: time more of them (l0prune measure --samples), on a machine where nothing "
+                "else runs"
             )
         return ""
 

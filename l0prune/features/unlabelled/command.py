@@ -25,6 +25,7 @@ from l0prune.cli.opening import (
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
 from l0prune.errors import UsageError
+from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
 from l0prune.progress.display import shown
 
@@ -140,6 +141,15 @@ def shrink(
             found = foresee(module, source, budget or None, **common, **asked)
         emit(found.to_dict(), json, str(found))
         return
+    own = output_path(None, spec, ".small.onnx")
+    file = own if out is None else out / own.name if out.is_dir() else out
+    is_onnx = bool(onnx or out or of_onnx or not (pretrained or vllm or write))
+    if is_onnx:
+        from l0prune.exporting.onnx.writing import check_apart  # loads torch, as does the next one
+        from l0prune.files.source_file import source_file_of
+
+        check_apart(file, source_file_of(module))
+        check_writable(file)
     with shown(console=err):
         small = l0prune.shrink(
             module,
@@ -155,10 +165,8 @@ def shrink(
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
         files += tuple(file for each in write or () for file in small.save(each))
-        if onnx or out or of_onnx or not files:
-            own = output_path(None, spec, ".small.onnx")
-            target = own if out is None else out / own.name if out.is_dir() else out
-            files += small.save_onnx(target, time=timed, **of_onnx)
+        if is_onnx:
+            files += small.save_onnx(file, time=timed, **of_onnx)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from l0prune.capture.copying import copied_around
 from l0prune.capture.model_checks import evaluating, modes_kept
+from l0prune.capture.undisturbed import trying
 from l0prune.data.dataset import as_arguments, map_tensors
 from l0prune.errors import L0pruneError, TrainingError, UsageError, first_line, warn
 from l0prune.exporting.export import export
@@ -33,7 +34,7 @@ from l0prune.plan.measures import Latency, Source
 from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.plan.targets import TARGET, check_target
 from l0prune.progress.display import displayed
-from l0prune.running.device import device_of, on_device
+from l0prune.running.device import check_values, device_of, on_device
 from l0prune.running.inputs import inputs_for, inputs_of
 from l0prune.running.output_parts import Parts
 from l0prune.running.sources import with_pseudo_labels
@@ -50,6 +51,12 @@ _UNDONE = (
 _WORSE = (
     "{}. Give a larger budget, more inputs (samples), or epochs of training on the network's own "
     "answers (recover); allow_worse_than_mean (--allow-worse-than-mean) returns it nevertheless"
+)
+_UNSTEADY = 1e-4  # error from one call to the next that is no rounding
+_DIFFERS = (
+    "in eval mode the network gives other outputs for the same inputs in each call, by {:.2%} of "
+    "their variance, beside which cuts are judged: it draws random numbers, which survey names, or "
+    "keeps state"
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
              nn.FeatureAlphaDropout)  # fmt: skip
@@ -127,6 +134,7 @@ def shrink(
     if judge is not None and tolerance is None:
         raise UsageError("judge decides which networks are within a tolerance: give one, too")
     allowed = check_asked(budget, tolerance, measure)
+    check_values(model, "shrink")
     users, work, inputs = model, *gated_copy(model, inputs, seed, gating)
     model = copied_around(model)  # a forward may write into its module
     widths: Any = {"round_to": round_to, "target": check_target(target)}
@@ -151,6 +159,7 @@ def shrink(
         outputs = found.gates.outputs
         place = device_of(found.root)
         held_out = _Judge(found.judged, found.classes, place, outputs, found.parts)
+        held_out.check_steady(model, allowed)
         learn = None
         if settings.get("epochs", 1):
             task = with_pseudo_labels(
@@ -264,6 +273,20 @@ class _Judge:
     place: torch.device
     outputs: Sequence[str]
     parts: Parts
+
+    def check_steady(self, model: nn.Module, allowed: float | None) -> None:
+        """Warn if a model's outputs differ from call to call.
+
+        Raises:
+            UsageError: they differ by more than a tolerance.
+        """
+        with trying(model):
+            apart = replace(self, batches=self.batches[:1]).nearness(model, model).error
+        if apart > _UNSTEADY:
+            text = _DIFFERS.format(apart)
+            if allowed is not None and apart > allowed:
+                raise UsageError(f"{text}. More than the tolerance of {allowed:g}")
+            warn(text)
 
     def nearness(self, model: nn.Module, other: nn.Module) -> Fidelity:
         """Return the fidelity of another network's outputs to a model's, on the device."""

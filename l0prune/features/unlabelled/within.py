@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from l0prune.capture.undisturbed import trying
 from l0prune.errors import OutOfReach, UsageError
 from l0prune.features.unlabelled.compensate import Calibration, multipliers
 from l0prune.features.unlabelled.division import Division
@@ -114,7 +115,7 @@ def smallest(
         UsageError: no size that was tried is within the tolerance and smaller, or the judge finds
             that the uncut network is not.
     """
-    if judge is not None and (far := judged(judge, cuts.found.root)) > allowed:
+    if judge is not None and not (far := _judged(judge, cuts.found.root)) <= allowed:
         raise UsageError(
             f"the judge returned {far:.4g} for the network itself, of which nothing is cut, and "
             f"{allowed:g} is allowed. It must return how much worse a network is than that, such "
@@ -128,6 +129,12 @@ def smallest(
         raise UsageError(search.none_within())
     hold(cuts.found, search.best.tensors)
     return sorted(search.tried, key=lambda step: step.share), search.best.step
+
+
+def _judged(judge: Callable[[nn.Module], float], network: nn.Module) -> float:
+    """Return how much worse a judge finds a network, which stays as it is."""
+    with trying(network):
+        return judged(judge, network)
 
 
 class _Within(NamedTuple):
@@ -186,7 +193,7 @@ class _Search:
                     known[cut] = self._step(share, after if learn is None else learn())
                     counter.step()
                 step = known[cut]
-                if step.far > self._allowed:
+                if not step.far <= self._allowed:  # or no number
                     low = math.log(share)
                     continue
                 self._within, is_moved = math.log(share), learn is not None
@@ -195,7 +202,7 @@ class _Search:
         """Judge the present network, and hold it if it is the best so far."""
         found, spared = self._cuts.found, self._spared
         if self._judge is not None:
-            far = judged(self._judge, found.root)
+            far = _judged(self._judge, found.root)
         elif found.classes.are_known and after.agreement is not None:
             far = 1 - after.agreement
         else:

@@ -1,6 +1,7 @@
 """Files whose products get the range of their input in each call."""
 
 import copy
+from collections import Counter
 
 import numpy as np
 import onnx
@@ -194,6 +195,32 @@ def test_recurrent_layers_have_a_range_of_their_input_and_one_of_each_step(tmp_p
     exact = model(x).detach().numpy()
     found = np.asarray(found)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(found - exact).max()
+
+
+class BesideGemm(nn.Module):
+    """An LSTM, a sum, and a layer of the last step, which is a Gemm."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.lstm = nn.Linear(8, 16), nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(self.lstm(h + h.relu())[0][:, -1])
+
+
+def test_a_gemm_beside_an_lstm_stays_one(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 10, 8)
+    file = written(tmp_path, BesideGemm().eval(), x)
+    made = with_ranges_of_each_call(file, sorted(recurrent_in(file)))
+    kinds, found = (Counter(n.op_type for n in each.graph.node) for each in (file, made))
+    assert kinds["Gemm"] == found["Gemm"] == 1
+    assert (found["MatMul"], found["Add"]) == (kinds["MatMul"], kinds["Add"])
+    made = in_int8(file, {file.graph.input[0].name: x.numpy()})
+    expected, found = (run_onnx(each.SerializeToString(), x)[0] for each in (file, made))
+    assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 0.1
 
 
 @pytest.mark.parametrize("is_standard", [False, True])

@@ -505,3 +505,72 @@ def test_what_stops_all_cuts_is_said_rather_than_that_none_is_small():
 
     with pytest.raises(UsageError, match="other ways for other inputs"):
         l0prune.shrink(Switching().eval(), torch.randn(64, 4), tolerance="1%", batch_size=8)
+
+
+class Noisy(nn.Module):
+    """A network that draws random numbers in eval mode."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.first, self.last, self.by = nn.Linear(6, 32), nn.Linear(32, 4), by
+
+    def forward(self, x):
+        y = self.last(self.first(x).relu())
+        return y + self.by * torch.randn_like(y)
+
+
+def test_outputs_that_differ_from_call_to_call_are_said_before_the_search():
+    torch.manual_seed(0)
+    x = torch.randn(200, 6)
+    with pytest.raises(UsageError, match=r"the same inputs in each call, .* than the tolerance"):
+        l0prune.shrink(Noisy(1.0), x, tolerance="1%", measure="macs", progress=False)
+    with pytest.warns(L0pruneWarning, match="the same inputs in each call"):
+        l0prune.shrink(Noisy(0.01), x, "macs=0.9", round_to=1, progress=False)
+
+
+def test_a_judge_that_gives_no_number_for_the_network_itself_is_refused(network):
+    model, data = network
+    with pytest.raises(UsageError, match="returned nan for the network itself"):
+        l0prune.shrink(
+            model, data.train.inputs[:200], tolerance="1%", judge=lambda _: float("nan"),
+            measure="macs",
+        )  # fmt: skip
+
+
+def test_a_judge_leaves_the_network_as_it_is():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.randn(200, 6)
+
+    def judge(network):
+        network.train()
+        network(10 * x)
+        return 0.0
+
+    given = {"tolerance": "30%", "measure": "macs", "round_to": 1, "progress": False}
+    found = [l0prune.shrink(model, x, judge=each, **given) for each in (judge, lambda _: 0.0)]
+    first, second = (small.module[1].running_mean for small in found)
+    assert torch.equal(first, second)
+
+
+def test_what_has_no_values_or_unlike_inputs_is_refused():
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4))
+    with pytest.raises(UsageError, match="nothing to shrink"):
+        l0prune.shrink(copy.deepcopy(model).to("meta"), torch.randn(90, 6), "macs=0.5")
+    gated = l0prune.gate(copy.deepcopy(model).to("meta"), torch.randn(2, 6, device="meta"))
+    with pytest.raises(UsageError, match="nothing to choose from"):
+        l0prune.fit(gated, "macs=0.5")
+    inputs = {"x": torch.randn(90, 6), "y": torch.randn(80, 6)}
+    with pytest.raises(DataError, match=r"unequally many examples \(x: 90, y: 80\)"):
+        l0prune.shrink(Two(), inputs, "macs=0.5")
+
+
+class Two(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 32), nn.Linear(32, 4)
+
+    def forward(self, x, y):
+        return self.last(self.first(x + y).relu())

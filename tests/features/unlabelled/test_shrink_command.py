@@ -86,6 +86,11 @@ def test_a_folder_that_loads_again(done):
         (1, ("--budget", "params=0.5", "--data", "net.py:broken"), "not finite"),
         (2, ("--budget", "params=0.5", "--loadable-by", "transformers"), "transformers"),
         (2, ("--budget", "params=0.5", "--class-dim", "2"), "none of the outputs' dims"),
+        (
+            1,
+            ("--budget", "params=0.5", "--out", "nowhere/a.onnx"),
+            "nowhere/a.onnx was not written",
+        ),
     ],
 )
 def test_what_is_refused(refused, code, options, said):
