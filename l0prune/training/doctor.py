@@ -366,6 +366,18 @@ def parted(records: Sequence[Record], *, augment: bool) -> dict[str, str]:
     }
 
 
+def no_better_than_mean(records: Sequence[Record], of_mean: float | None) -> dict[str, str]:
+    """Complain if a run ends at a test loss that the mean of the targets has, too."""
+    last = records[-1].get("test_loss") if records else None
+    if last is None or of_mean is None or float(last) < of_mean:
+        return {}
+    return {
+        "useless": f"the test loss of {float(last):.3g} is no less than that of a network that "
+        f"always answers the mean of the targets ({of_mean:.3g}): what was learned is of no use. "
+        "Give more epochs or data, a larger budget, or another learning rate"
+    }
+
+
 def diverged(
     what: str, where: str, settings: Settings, epochs_done: int, *, gated: bool
 ) -> TrainingError:

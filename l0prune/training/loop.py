@@ -24,9 +24,15 @@ from l0prune.running.batches import Batch, Feed, test_batches
 from l0prune.running.environment import device_name, environment
 from l0prune.running.evaluate import evaluate_batches, recalibrate
 from l0prune.running.processes import ALONE, World, full_state, to_local
+from l0prune.running.sources import loss_of_mean
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.training.doctor import costly_compiling, diverged, parted
+from l0prune.training.doctor import (
+    costly_compiling,
+    diverged,
+    no_better_than_mean,
+    parted,
+)
 from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
@@ -197,6 +203,7 @@ class Loop:
                 self._finish_epoch(self._measured())
             training = sum(record["seconds"] for record in self.history.records)
             self._complain(costly_compiling(self._stepper.compiling, training))
+            self._complain(no_better_than_mean(self.history.records, loss_of_mean(self._task)))
         except Interrupted as stop:
             self._look()
             raise Interrupted(stop.signal, self._leave()) from None

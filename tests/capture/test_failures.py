@@ -9,7 +9,7 @@ from models import small
 from torch import nn
 
 import l0prune
-from l0prune.errors import CaptureError, UsageError
+from l0prune.errors import CaptureError, L0pruneError, UsageError
 
 X = torch.randn(3, 4)
 
@@ -65,9 +65,12 @@ def test_what_is_kept_aside_and_not_used_is_no_matter():
 @pytest.mark.slow
 def test_a_module_compiled_by_torchscript_is_named():
     with pytest.warns((FutureWarning, DeprecationWarning)):  # torch's own, of torch.jit
-        model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2))
+        part, whole = map(torch.jit.script, (nn.ReLU(), small()))
+    model = nn.Sequential(nn.Linear(4, 8), part, nn.Linear(8, 2))
     with pytest.raises(CaptureError, match=r"^1 is compiled by TorchScript"):
         l0prune.survey(model, X)
+    with pytest.raises(L0pruneError, match="compiled by TorchScript: give the module"):
+        l0prune.gate(whole, X)
 
 
 def test_a_model_made_under_inference_mode_is_refused_in_these_words():

@@ -1,12 +1,16 @@
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import l0prune
 from l0prune.data.dataset import Tensors
 from l0prune.errors import UsageError
-from l0prune.running.sources import has_targets
+from l0prune.running.sources import has_targets, loss_of_mean
 
 
 def network():
@@ -67,6 +71,33 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
     alone = l0prune.with_pseudo_labels(given, model, batch_size=3)
     assert torch.equal(in_order(alone.train)[1], in_order(task.train)[1])
     assert alone.test is None
+
+
+@pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))
+def test_the_loss_of_the_mean_of_the_answers_is_their_variance(kind):
+    model, x = network().eval(), torch.randn(7, 3)
+    given = sources(x)[kind]
+    given = Tensors(*given) if kind == "a pair of tensors" else given
+    task = l0prune.with_pseudo_labels((given, given), model, batch_size=3)
+    answers = in_order(task.test)[1]
+    expected = F.mse_loss(answers.mean(0).expand_as(answers), answers)
+    assert loss_of_mean(task) == pytest.approx(float(expected))
+    assert loss_of_mean(replace(task, loss="l1")) is None
+    assert loss_of_mean(replace(task, test=None)) is None
+
+
+def test_a_run_that_ends_no_nearer_than_the_mean_says_so(capsys):
+    torch.manual_seed(0)
+    model, x = network().eval(), torch.randn(64, 3)
+    task = l0prune.with_pseudo_labels((x, x), model)
+    l0prune.gate(model, x)
+    given = {"epochs": 1, "learn": False, "optimizer": "sgd", "ema": 0}
+    l0prune.finetune(copy.deepcopy(model), task, lr=1e-4, **given)
+    assert "no less than that" not in capsys.readouterr().err
+    with torch.no_grad():
+        model[3].bias.add_(5)
+    l0prune.finetune(model, task, lr=1e-4, **given)
+    assert "no less than that of a network that always answers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))
