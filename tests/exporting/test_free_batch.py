@@ -80,6 +80,26 @@ def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp
         dense.program.module()(torch.randn(1, 4))
 
 
+class OverPlaces(nn.Module):
+    """The dim that it squeezes besides is the batch of one example, and there in a file."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu().mean((2, 3), keepdim=True).squeeze())
+
+
+def test_a_file_that_keeps_the_dim_of_one_example_is_for_two_or_more(tmp_path):
+    torch.manual_seed(0)
+    model = l0prune.gate(OverPlaces().eval(), torch.randn(2, 1, 6, 6))
+    dense = l0prune.export(model)
+    assert "batches of 2 or more" in dense.note
+    assert batch_of(dense, tmp_path) == "2 or more"
+    assert compared(dense, "onnx") == {2, 3}
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda module: module])
 @pytest.mark.one_in(2)
 def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):

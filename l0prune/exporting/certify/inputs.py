@@ -16,6 +16,7 @@ from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.answers import is_valid, output_as_it_is
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
+from l0prune.infer.nodes import shape_of
 from l0prune.progress.stages import stage
 
 _NOISE = 0.1
@@ -173,4 +174,14 @@ def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> boo
         expected, found = (output_as_it_is(module, single) for module in (model, graph))
     except Exception:  # one of them cannot run on it
         return False
-    return difference(expected, found) <= LARGEST
+    return not _keeps_batch_in_files(captured) and difference(expected, found) <= LARGEST
+
+
+def _keeps_batch_in_files(captured: Captured) -> bool:
+    """Return whether files keep a batch of one that the graph squeezes away with other dims.
+
+    Exporters name the dims of ``x.squeeze()`` where some are always 1: the batch is none of these.
+    """
+    squeezes = captured.graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.default)
+    sizes = (size for node in squeezes for size in shape_of(node.all_input_nodes[0]) or ())
+    return any(isinstance(size, int) and size == 1 for size in sizes)
