@@ -39,6 +39,7 @@ _FIRST_OPSET = 7
 _MAX_ELEMENTS = 2**31  # of any value that the graph computes
 # Sizes of free dims, tried in this order until ONNX Runtime runs the file.
 _SIZES = {"f": (224, 256, 128, 64, 32, 16, 512, 640, 16000), "i": (16, 32, 64, 128, 8, 1)}
+_SAMPLES = (16000, 8000, 512)  # before these: of a sound, of which 224 samples say little
 # Standard deviations of random floats, and exclusive upper bounds of random integers.
 _SCALES = ((1.0, 2), (10.0, 256), (0.1, 16))
 # Relative to the largest output: the usual tolerance, and the most where float32 rounds more.
@@ -382,9 +383,10 @@ def _turned(example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _sizes(given: Sequence[Given]) -> Sequence[int]:
-    is_free = any(isinstance(size, str) for each in given for size in each.dims[1:])
+    free = [each for each in given if any(isinstance(size, str) for size in each.dims[1:])]
     kind = "f" if any(each.dtype.is_floating_point for each in given) else "i"
-    return _SIZES[kind] if is_free else (1,)
+    is_sound = any(each.dtype.is_floating_point and len(each.dims) == 2 for each in free)
+    return (_SAMPLES if is_sound else ()) + (_SIZES[kind] if free else (1,))
 
 
 def _example(given: Sequence[Given], size: int, scale: float, below: int) -> tuple[Tensor, ...]:

@@ -333,6 +333,11 @@ def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):
         model(torch.randn(2, 4))
 
 
+def test_a_sound_is_tried_with_many_samples(tmp_path):
+    path = written(tmp_path / "net.onnx", [node("Tanh", "x", "y")], {}, sizes=("batch", "samples"))
+    assert load_model(path).example_input_array[0].shape == (2, 16000)
+
+
 def test_one_channel_in_place_of_three_is_not_repeated(tmp_path):
     nodes = [node("Sub", "x mean", "c"), node("Conv", "c w", "y")]
     weights = {"mean": draws(1, 3, 1, 1), "w": draws(4, 3, 3, 3)}
