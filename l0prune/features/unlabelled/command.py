@@ -24,7 +24,7 @@ from l0prune.cli.opening import (
 )
 from l0prune.cli.options import with_settings
 from l0prune.cli.project import output_path
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneError, UsageError
 from l0prune.files.atomic import check_writable
 from l0prune.plan.targets import TARGET
 from l0prune.progress.display import shown
@@ -166,7 +166,12 @@ def shrink(
         loads = folders(small, pretrained, vllm, spec)
         files += tuple(file for each in write or () for file in small.save(each))
         if is_onnx:
-            files += small.save_onnx(file, time=timed, **of_onnx)
+            try:
+                files += small.save_onnx(file, time=timed, **of_onnx)
+            except L0pruneError:
+                if of_onnx:  # minutes have gone into what can be written without
+                    say(f"written without what was asked besides: {small.save_onnx(file)[0]}")
+                raise
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)

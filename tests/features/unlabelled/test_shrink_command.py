@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import l0prune
+from l0prune.errors import L0pruneError
 
 CODE = """
 import torch
@@ -56,6 +57,19 @@ def test_batches_of_inputs_do_as_the_inputs_themselves(done):
         assert told["int8"]["compared"] >= 20
     done("gate", "net.py:net", "--data", "net.py:batches")
     done("export", "net.gated.pt", "--onnx", "--int8", "--data", "net.py:batches", "--no-time")
+
+
+@pytest.mark.slow
+def test_the_small_file_is_there_where_no_file_in_eight_bits_can_be(refused, tmp_path, monkeypatch):
+    def fails(*_):
+        raise L0pruneError("no such file can be")
+
+    monkeypatch.setattr("l0prune.features.int8.file.Int8File.write", fails)
+    options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--no-time", "--int8")
+    said = refused(1, "shrink", "net.py:net", *options)
+    assert "written without what was asked besides: net.small.onnx" in said
+    assert "no such file can be" in said
+    assert [each.name for each in tmp_path.glob("*.onnx")] == ["net.small.onnx"]
 
 
 @pytest.mark.slow
