@@ -140,6 +140,10 @@ def test_a_mask_that_each_example_has_is_no_scale_of_the_others():
     assert common_scales([scores + torch.tensor([[0, 0, 0], [0, 1e6, 0]])]) == (1e9,)
     assert common_scales([torch.full((2, 2), -1e9)]) == (1e9,)
     assert common_scales([torch.tensor([[1.0, 1e-9], [1.0, 1e-8]])]) == (1.0,)
+    least = [
+        torch.tensor([[2.0, torch.finfo(d).min]], dtype=d) for d in (torch.float64, torch.half)
+    ]
+    assert common_scales(least) == (2.0,)
 
 
 class Heads(nn.Module):

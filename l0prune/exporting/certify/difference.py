@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -88,16 +89,27 @@ def _largest_of(tensor: Tensor, without: Set[float]) -> float:
 
 
 def _constants(alike: Sequence[Tensor]) -> Set[float]:
-    """Return the large numbers that each example has, of several, to the bit."""
-    rows = [row for each in alike for row in (each if each.dim() > 1 else each[None])]
+    """Return the large numbers that each of several examples of one dtype has, to the bit."""
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    for each in alike:
+        if each.is_floating_point() and each.numel():
+            by_dtype[each.dtype] += each if each.dim() > 1 else [each]
     found: Set[float] = frozenset()
-    for number, row in enumerate(rows if len(rows) > 1 else ()):
-        is_large = row.isfinite() & (row.abs() >= _LARGE) if row.is_floating_point() else None
-        large = frozenset() if is_large is None else frozenset(row[is_large].unique().tolist())
-        found = found & large if number else large
-        if not found or len(found) > _FEW:  # many are a result
-            return frozenset()
+    for dtype, rows in by_dtype.items():
+        limits = torch.finfo(dtype)
+        large = _large_in(rows[0])
+        for row in rows[1:]:
+            large = large & _large_in(row) if large else large
+        if len(rows) == 1:  # any other may be a result
+            large = large & {limits.min, limits.max}
+        found = found | large
     return found
+
+
+def _large_in(values: Tensor) -> Set[float]:
+    """Return a few large finite numbers; none if there are many, which are results."""
+    found = values[values.isfinite() & (values.abs() >= _LARGE)].unique()
+    return frozenset(found.tolist() if len(found) <= _FEW else ())
 
 
 def _wide(tensor: Tensor) -> Tensor:

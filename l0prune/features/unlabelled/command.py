@@ -170,7 +170,8 @@ def shrink(
                 files += small.save_onnx(file, time=timed, **of_onnx)
             except L0pruneError:
                 if of_onnx:  # minutes have gone into what can be written without
-                    say(f"written without what was asked besides: {small.save_onnx(file)[0]}")
+                    plain = ", ".join(map(str, small.save_onnx(file, time=timed)))
+                    say(f"written without what was asked besides: {plain}")
                 raise
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
