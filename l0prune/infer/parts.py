@@ -208,9 +208,11 @@ def inferred(
     args = args if isinstance(args, tuple) else (args,)
     by_name = dict(kwargs or {})
     if not batch_of(args, by_name):
+        kinds = {type(leaf).__name__ for leaf in pytree.tree_leaves((args, by_name))} - {"Tensor"}
+        found = f" ({', '.join(sorted(kinds))} was given)" if kinds else ""
         raise UsageError(
-            "The example inputs hold no tensor with a batch dimension. Give them as the model "
-            "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
+            f"The example inputs hold no tensor with a batch dimension{found}. Give them as the "
+            "model takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
     example = keep(model, args, by_name)
     free_sizes(model, example, dynamic_shapes)

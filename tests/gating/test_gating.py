@@ -296,6 +296,11 @@ def test_what_cannot_be_gated_is_left_as_it_was(make, options, error, words):
     assert after == before
 
 
+def test_an_example_that_is_no_tensor_is_named():
+    with pytest.raises(UsageError, match=r"no tensor with a batch dimension \(ndarray was given\)"):
+        gate(mlp(), (torch.randn(2, 12).numpy(),))
+
+
 NO_MODULES = {
     "a function": (lambda: lambda x: x, "This is a function"),
     "a graph": (
