@@ -131,6 +131,19 @@ def test_outputs_of_other_counts_keep_scales_of_their_own():
     assert common_scales([torch.tensor([1.0, float("inf")]), torch.tensor([[-3.0]])]) == (3.0,)
 
 
+def test_what_is_wrong_at_some_sizes_alone_names_the_code_that_goes_by_them():
+    right = Check("onnx", "float32", 2, 0.0, 1e-5, inputs=((2, 1, 32),))
+    wrong = replace(right, error=0.5, inputs=((2, 1, 64), ()))
+    with pytest.raises(CertificateError) as caught:
+        Certificate((right, wrong))
+    said = str(caught.value)
+    assert "inputs of 2 × 1 × 64: 5.00e-01" in said
+    assert "With inputs of 2 × 1 × 32 they agree" in said
+    for others in ((wrong,), (right, replace(wrong, error=1.4e-5))):  # at all; by rounding
+        with pytest.raises(CertificateError, match="random in ways of its own"):
+            Certificate(others)
+
+
 def test_a_mask_that_each_example_has_is_no_scale_of_the_others():
     scores = torch.tensor([[0.5, -1e9, 2.0], [1.5, -1e9, -3.0]])
     assert common_scales([scores]) == (3.0,)

@@ -143,6 +143,11 @@ _OF_ROUNDING = (
     "in norms whose statistics are of a few examples: it falls with training on more, or for "
     "longer."
 )
+_OF_SIZES = (
+    "With inputs of {} they agree. The usual cause is code that goes by a size (an if on x.shape, "
+    "a squeeze() without a dim): write it without, or leave that size out of the free ones "
+    "(dynamic_shapes, --dynamic)."
+)
 _OF_NAN = (
     "Outputs that hold nan cannot be compared. The usual cause is a nan or an infinity among the "
     "weights, as a training that diverged leaves it."
@@ -159,7 +164,7 @@ class Certificate:
         failed = [check for check in self.checks if not check.passed]
         if failed:
             lines = [
-                f"  {c.what} in {c.dtype}, batch of {c.batch}: {c.error:.2e} of the output's "
+                f"  {c.what} in {c.dtype}, inputs of {_sizes(c)}: {c.error:.2e} of the output's "
                 f"scale, allowed {c.tolerance:.1e}"
                 + (f" (rounding alone: {c.rounding:.1e})" if c.rounding is not None else "")
                 for c in failed
@@ -181,6 +186,11 @@ class Certificate:
         is_exact = any(check.dtype == "float64" for check in self.checks if check.passed)
         if is_exact and all(check.is_of_rounding for check in failed):
             return _OF_ROUNDING
+        kinds, sizes = {check.what for check in failed}, {check.inputs for check in failed}
+        right = [c for c in self.checks if c.what in kinds and c.passed]
+        is_rounding = min(check.error for check in failed) <= _LARGEST_OWN
+        if right and not is_rounding and sizes.isdisjoint(check.inputs for check in right):
+            return _OF_SIZES.format(_sizes(right[0]))
         return _USUAL
 
     def without(self, *what: str) -> Certificate:
@@ -225,6 +235,12 @@ class Certificate:
             }
             for check in self.checks
         ]
+
+
+def _sizes(check: Check) -> str:
+    """Return the shapes of a comparison's inputs, or its batch where these are not known."""
+    shapes = (" × ".join(map(str, shape)) for shape in check.inputs if shape)
+    return ", ".join(shapes) or f"batch {check.batch}"
 
 
 def compare(
