@@ -177,11 +177,12 @@ def inputs_of(
     found: Iterator[tuple[Any, Any]]
     if isinstance(given, Tensor) or _is_example(given):
         generator = torch.Generator().manual_seed(seed)
-        each = [given] if isinstance(given, Tensor) else list(given.values())
-        count = len(each[0])
-        if any(len(other) != count for other in each):
-            sizes = ", ".join(f"{name}: {len(value)}" for name, value in given.items())
+        each = {"": given} if isinstance(given, Tensor) else given
+        counts = {name: len(value) if value.dim() else 0 for name, value in each.items()}
+        if len({*counts.values()}) > 1:
+            sizes = ", ".join(f"{name}: {count or 'one number'}" for name, count in counts.items())
             raise DataError(f"the inputs are of unequally many examples ({sizes})")
+        (count,) = {*counts.values()}
         size = _size(batch_size, min(count, samples))
         order = torch.randperm(count, generator=generator)[:samples].split(size)
         found = ((_rows(given, index, place), None) for index in order)

@@ -369,7 +369,7 @@ def parted(records: Sequence[Record], *, augment: bool) -> dict[str, str]:
 def no_better_than_mean(records: Sequence[Record], of_mean: float | None) -> dict[str, str]:
     """Complain if a run ends at a test loss that the mean of the targets has, too."""
     last = records[-1].get("test_loss") if records else None
-    if last is None or of_mean is None or float(last) < of_mean:
+    if last is None or not of_mean or float(last) < of_mean:
         return {}
     return {
         "useless": f"the test loss of {float(last):.3g} is no less than that of a network that "
