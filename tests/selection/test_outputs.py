@@ -105,7 +105,7 @@ def test_what_a_pooler_gives_counts_in_no_fidelity():
     batches = [{"input_ids": ids}]
     assert fidelity(model, small.module, batches).error == pytest.approx(mine, rel=1e-3)
     pooled = fidelity(model, small.module, batches, names=["pooler_output"]).error
-    assert small.fidelity.error < 0.2 * pooled
+    assert small.fidelity.error < pooled / 2  # a mean of both would be more
     assert small.module(input_ids=ids).pooler_output.shape == (40, 16)
 
 
