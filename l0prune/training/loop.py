@@ -27,12 +27,7 @@ from l0prune.running.processes import ALONE, World, full_state, to_local
 from l0prune.running.sources import loss_of_mean
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.training.doctor import (
-    costly_compiling,
-    diverged,
-    no_better_than_mean,
-    parted,
-)
+from l0prune.training.doctor import costly_compiling, diverged, no_better_than_mean, parted
 from l0prune.training.gate_run import GateRun
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases

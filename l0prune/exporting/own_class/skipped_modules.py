@@ -28,7 +28,16 @@ from l0prune.exporting.own_class.sizes import Changes, changed_attributes, joine
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
-from l0prune.infer.nodes import argument, arguments, has_tensor, is_writer, operator_name, shape_of
+from l0prune.infer.nodes import (
+    SLICES,
+    SPLITS,
+    argument,
+    arguments,
+    has_tensor,
+    is_writer,
+    operator_name,
+    shape_of,
+)
 from l0prune.infer.parts import Part
 from l0prune.plan.layout import axes_of, leaves
 from l0prune.plan.plan import Plan
@@ -575,8 +584,8 @@ def around(
 
 # Operators that read places along a dim by their numbers, with the position of that dim.
 _BY_NUMBER = {
-    **dict.fromkeys(("select", "slice", "narrow", "unbind", "index_select"), 1),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), 2),
+    **dict.fromkeys((*SLICES, "aten.select", "aten.unbind", "aten.index_select"), 1),
+    **dict.fromkeys(SPLITS, 2),
 }
 
 
@@ -591,7 +600,7 @@ def _fewest_sizes(name: str, shape: Sequence[int], plan: Plan, parts: Sequence[P
             for user in node.users
         )
         for user in readers:
-            position = _BY_NUMBER.get(operator_name(user.target).removeprefix("aten."))
+            position = _BY_NUMBER.get(operator_name(user.target))
             if position is not None:
                 dim = argument(user, position, "dim", 0) % len(shape)
                 sizes[dim] = 1 if axes_of(plan.tensors[name][dim]) else shape[dim]

@@ -386,7 +386,8 @@ def _sizes(given: Sequence[Given]) -> Sequence[int]:
     free = [each for each in given if any(isinstance(size, str) for size in each.dims[1:])]
     kind = "f" if any(each.dtype.is_floating_point for each in given) else "i"
     is_sound = any(each.dtype.is_floating_point and len(each.dims) == 2 for each in free)
-    return (_SAMPLES if is_sound else ()) + (_SIZES[kind] if free else (1,))
+    sizes = _SIZES[kind] if free else (1,)
+    return tuple(dict.fromkeys((*_SAMPLES, *sizes))) if is_sound else sizes
 
 
 def _example(given: Sequence[Given], size: int, scale: float, below: int) -> tuple[Tensor, ...]:

@@ -141,15 +141,8 @@ def shrink(
             found = foresee(module, source, budget or None, **common, **asked)
         emit(found.to_dict(), json, str(found))
         return
-    own = output_path(None, spec, ".small.onnx")
-    file = own if out is None else out / own.name if out.is_dir() else out
-    is_onnx = bool(onnx or out or of_onnx or not (pretrained or vllm or write))
-    if is_onnx:
-        from l0prune.exporting.onnx.writing import check_apart  # loads torch, as does the next one
-        from l0prune.files.source_file import source_file_of
-
-        check_apart(file, source_file_of(module))
-        check_writable(file)
+    is_onnx = onnx or out or of_onnx or not (pretrained or vllm or write)
+    file = _checked_path(out, spec, module) if is_onnx else None
     with shown(console=err):
         small = l0prune.shrink(
             module,
@@ -165,16 +158,40 @@ def shrink(
         files = tuple(each for each in (pretrained, vllm) if each)
         loads = folders(small, pretrained, vllm, spec)
         files += tuple(file for each in write or () for file in small.save(each))
-        if is_onnx:
-            try:
-                files += small.save_onnx(file, time=timed, **of_onnx)
-            except L0pruneError:
-                if of_onnx:  # minutes have gone into what can be written without
-                    plain = ", ".join(map(str, small.save_onnx(file, time=timed)))
-                    say(f"written without what was asked besides: {plain}")
-                raise
+        if file is not None:
+            files += _written(small, file, timed, of_onnx)
     result = {"files": [str(each) for each in files], **small.to_dict()}
     emit(result | ({"loads": loads} if loads else {}), json, small)
     say_written(files, loads, json)
     if tolerance is not None and not recover and not json:
         say("Cut further, a network may learn its way back within the tolerance: --recover 8")
+
+
+def _checked_path(out: Path | None, spec: str, module: Any) -> Path:
+    """Return the path of the ONNX file.
+
+    Raises:
+        FileError: it cannot be written.
+        UsageError: it is that of the file that the network was made from.
+    """
+    from l0prune.exporting.onnx.writing import check_apart  # loads torch, as does the next one
+    from l0prune.files.source_file import source_file_of
+
+    own = output_path(None, spec, ".small.onnx")
+    file = own if out is None else out / own.name if out.is_dir() else out
+    check_apart(file, source_file_of(module))
+    check_writable(file)
+    return file
+
+
+def _written(
+    small: l0prune.Export, file: Path, timed: bool, of_onnx: Mapping[str, Any]
+) -> tuple[Path, ...]:
+    """Write the ONNX files; if one that was asked for besides cannot be, write the plain one."""
+    try:
+        return small.save_onnx(file, time=timed, **of_onnx)
+    except L0pruneError:
+        if of_onnx:  # minutes have gone into what can be written without
+            plain = ", ".join(map(str, small.save_onnx(file, time=timed)))
+            say(f"written without what was asked besides: {plain}")
+        raise
